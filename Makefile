@@ -1,0 +1,45 @@
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench fuzz clean
+
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+
+demo: $(READY) ## Compare the split backward with torch's on small sizes
+	@$(BIN)/python benchmarks/split_backward/main.py --sizes S,M --quick
+
+test: check ## Run check, then the tests that start several processes
+	$(BIN)/pytest -m dist
+
+check: $(READY) ## Check format, lint and types; run the tests that need one process
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not dist"
+
+bench: $(READY) ## Run the benchmarks in full
+	$(BIN)/python benchmarks/split_backward/main.py
+
+fuzz: $(READY) ## Test the split backward on 20,000 random networks
+	PENSTOCK_FUZZ_EXAMPLES=20000 $(BIN)/pytest tests/backward/test_fuzz.py
+
+clean: ## Remove .venv, caches and build output
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The build backend goes in first, so that it is the one of constraints.txt:
+# an isolated build would fetch the newest.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed: set PYTHON, as in make PYTHON=/path/to/python3"; exit 1; }
+	@echo "Setting up .venv (about a minute, once)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -qq -c constraints.txt hatchling editables
+	@$(BIN)/pip install -qq -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@

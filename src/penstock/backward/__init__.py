@@ -1,0 +1,19 @@
+"""The split backward: a stage's backward as an input half and a weight half."""
+
+from penstock.backward.engine import ForwardPass, PendingWeights, SplitEngine
+from penstock.backward.functions import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+from penstock.backward.groups import ParamGroup
+
+__all__ = [
+    "ForwardPass",
+    "ParamGroup",
+    "PendingWeights",
+    "SplitEngine",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+]

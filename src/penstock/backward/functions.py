@@ -1,0 +1,142 @@
+"""The three functions: a stage's backward, whole or as an input half and a weight half.
+
+They work on any graph that autograd built, with no preparation of the module. A runtime
+that controls the forward as well is served faster by `SplitEngine`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.backward.groups import ParamGroup
+from penstock.backward.input_half import arrived_group, input_half, plan_for
+from penstock.backward.settle import settle
+from penstock.backward.structure import describe, pair_with_grads
+from penstock.errors import BackwardError
+
+
+def stage_backward(
+    stage_output: Any, output_grads: Any, input_values: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """The full backward: returns the inputs' gradients; parameters accumulate into `.grad`.
+
+    `stage_output` may nest tuples, lists and dicts, and `output_grads` mirrors it; None
+    for the whole of `output_grads` means that the outputs are losses. Values of
+    `input_values` that are no tensors, or need no gradient, get None.
+
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> x = torch.randn(3, 2, requires_grad=True)
+        >>> (dx,) = stage_backward(layer(x).sum(), None, (x,))
+        >>> dx.shape, layer.weight.grad.shape
+        (torch.Size([3, 2]), torch.Size([2, 2]))
+    """
+    roots, root_grads = pair_with_grads(stage_output, output_grads)
+    inputs = differentiable(input_values)
+    for x in inputs:
+        x.grad = None
+        if not x.is_leaf:
+            x.retain_grad()
+    with explained(roots):
+        if roots:
+            torch.autograd.backward(roots, root_grads)
+    grads = [x.grad for x in inputs]
+    for x in inputs:
+        x.grad = None
+    return in_place_of(input_values, inputs, grads)
+
+
+def stage_backward_input(
+    stage_outputs_or_loss: Any,
+    output_grads: Any,
+    input_values: Sequence[Any],
+    weights: Iterable[Tensor],
+) -> tuple[tuple[Tensor | None, ...], list[ParamGroup]]:
+    """The input half: returns the inputs' gradients and what the weight half will need.
+
+    The inputs' `.grad` is set too (added to, if there is one); no `.grad` of `weights`
+    changes and none of their hooks runs. The graph is released. The weight half may run
+    at any time later, in any order among microbatches.
+
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> x = torch.randn(3, 2, requires_grad=True)
+        >>> (dx,), groups = stage_backward_input([layer(x).sum()], None, [x], layer.parameters())
+        >>> layer.weight.grad is None
+        True
+        >>> _ = stage_backward_weight(layer.parameters(), groups)
+        >>> layer.weight.grad.shape
+        torch.Size([2, 2])
+    """
+    roots, root_grads = pair_with_grads(stage_outputs_or_loss, output_grads)
+    inputs = differentiable(input_values)
+    trainable = [weight for weight in weights if weight.requires_grad]
+    with explained(roots):
+        plan = plan_for(roots, inputs, trainable)
+        grads, _, urgent_grads, groups = input_half(plan, roots, root_grads, inputs)
+        groups += arrived_group(plan.urgent, urgent_grads)
+    for x, grad in zip(inputs, grads, strict=True):
+        if grad is not None:
+            x.grad = grad if x.grad is None else x.grad + grad
+    return in_place_of(input_values, inputs, grads), groups
+
+
+def stage_backward_weight(
+    weights: Iterable[Tensor], param_groups: list[ParamGroup], retain_graph: bool = False
+) -> tuple[Tensor | None, ...]:
+    """The weight half: `weights` accumulate into `.grad`, and their hooks run; returns the grads.
+
+    `param_groups` comes from one call of `stage_backward_input`, for the same weights. All
+    it holds is freed, unless `retain_graph` asks to keep it for another run.
+    """
+    weights = list(weights)
+    known = {id(weight) for weight in weights}
+    for group in param_groups:
+        group.check()
+        for param in group.params:
+            if id(param) not in known:
+                raise BackwardError(
+                    f"param_groups holds a parameter {describe(param)} that is not among the "
+                    "weights. Expected the weights that were given to stage_backward_input: "
+                    "pass the same module's parameters to both."
+                )
+    terms = [term for group in param_groups for term in group.terms()]
+    settle(terms, weights, signal_accumulators=_reducers_may_wait(), retain_graph=retain_graph)
+    if not retain_graph:
+        for group in param_groups:
+            group.release()
+    return tuple(weight.grad for weight in weights)
+
+
+def _reducers_may_wait() -> bool:
+    """Whether a data-parallel reducer may have put hooks on accumulators, which nobody can see."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@contextmanager
+def explained(roots: Sequence[Tensor]) -> Iterator[None]:
+    """Turn autograd's complaint about a graph that is gone into an error of ours."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if not any(text in str(exc) for text in ("a second time", "already been freed")):
+            raise
+        shapes = ", ".join(describe(root) for root in roots)
+        raise BackwardError(
+            f"the graph of the stage outputs ({shapes}) has been released by an earlier "
+            "backward. A backward needs a forward of its own: run the stage's forward again."
+        ) from exc
+
+
+def differentiable(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the values that require gradients, each once."""
+    found = (value for value in values if isinstance(value, Tensor) and value.requires_grad)
+    return list(dict.fromkeys(found))
+
+
+def in_place_of(
+    values: Sequence[Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    grad_of = dict(zip(inputs, grads, strict=True))
+    return tuple(grad_of.get(value) if isinstance(value, Tensor) else None for value in values)

@@ -1,0 +1,112 @@
+"""The input half: one engine pass that gives the input gradients and what W will need."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from penstock.backward.groups import ParamGroup
+from penstock.backward.harvest import Cluster, gradient_edge, harvest
+from penstock.backward.sources import Passage, Source
+
+
+class Plan(NamedTuple):
+    """Which weights can wait until W, and which the pass must give: see `harvest`."""
+
+    waiting: list[tuple[Cluster, list[Source]]]
+    urgent: Sequence[Tensor]
+
+
+def plan_for(
+    roots: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Plan:
+    """The plan that puts off all that can wait, for the graph from `roots` to `inputs`."""
+    waiting: list[tuple[Cluster, list[Source]]] = []
+    urgent: list[Tensor] = []
+    for cluster in harvest(
+        [gradient_edge(root) for root in roots], [gradient_edge(x) for x in inputs], weights
+    ):
+        sources = cluster.sources()
+        if sources is None:
+            urgent += cluster.params.values()
+        else:
+            waiting.append((cluster, sources))
+    return Plan(waiting, urgent)
+
+
+class Halved(NamedTuple):
+    """What the pass gave: gradients of the inputs, at the taps and of the urgent weights,
+    and groups of the weights that wait."""
+
+    input_grads: Sequence[Tensor | None]
+    tap_grads: Sequence[Tensor | None]
+    urgent_grads: Sequence[Tensor | None]
+    groups: list[ParamGroup]
+
+
+def input_half(
+    plan: Plan,
+    roots: Sequence[Tensor],
+    root_grads: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    taps: Sequence[GradientEdge] = (),
+) -> Halved:
+    """Run the pass. The graph is released as far as the pass goes; no hook of a weight runs."""
+    users = [
+        GradientEdge(user.node, 0) for cluster, _ in plan.waiting for user in cluster.users
+    ]
+    wanted = [*inputs, *taps, *users, *plan.urgent]
+    grads: Sequence[Tensor | None] = ()
+    if wanted:
+        with _hooks_put_off(plan.urgent):
+            grads = torch.autograd.grad(roots, wanted, root_grads, allow_unused=True)
+    first_tap, first_user = len(inputs), len(inputs) + len(taps)
+    first_urgent = first_user + len(users)
+    return Halved(
+        grads[:first_tap],
+        grads[first_tap:first_user],
+        grads[first_urgent:],
+        _waiting_groups(plan, grads[first_user:first_urgent], roots, root_grads),
+    )
+
+
+def _waiting_groups(
+    plan: Plan,
+    user_grads: Sequence[Tensor | None],
+    roots: Sequence[Tensor],
+    root_grads: Sequence[Tensor],
+) -> list[ParamGroup]:
+    groups = []
+    arriving = iter(user_grads)
+    for cluster, sources in plan.waiting:
+        grads = [(next(arriving),) for _ in sources]
+        for number in cluster.tails:
+            sources.append(Passage(gradient_edge(roots[number])))
+            grads.append((root_grads[number],))
+        groups.append(ParamGroup(list(cluster.params.values()), sources, grads))
+    return groups
+
+
+def arrived_group(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[ParamGroup]:
+    """A group of the parameters that got their gradients in the pass; none if none did."""
+    arrived = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
+    if not arrived:
+        return []
+    sources = [Passage(param) for param, _ in arrived]
+    return [ParamGroup([param for param, _ in arrived], sources, [(g,) for _, g in arrived])]
+
+
+@contextmanager
+def _hooks_put_off(params: Sequence[Tensor]) -> Iterator[None]:
+    """Take tensor hooks off the parameters: they belong to W, but the engine would run them now."""
+    hooked = [(param, param._backward_hooks) for param in params if param._backward_hooks]
+    for param, _ in hooked:
+        param._backward_hooks = None
+    try:
+        yield
+    finally:
+        for param, hooks in hooked:
+            param._backward_hooks = hooks

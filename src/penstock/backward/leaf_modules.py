@@ -1,0 +1,230 @@
+"""Leaf modules that put off their own weight gradients: linear layers and convolutions.
+
+In an engine's forward they run on detached weights, so that autograd has no weight
+gradient to compute, and leave a *tap*: the input they saw, and the node at which their
+output's gradient will arrive. That costs next to nothing, but the tap keeps the input
+alive. Where saved-tensor hooks are in force (checkpointing, offloading) that is just what
+the user wants to avoid; there the forward is an autograd Function which saves its input
+the ordinary way and, in its backward, hands over the terms of the weight gradient.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
+
+from penstock.backward.settle import is_plain
+from penstock.backward.sources import Terms
+from penstock.backward.terms import (
+    ConvolutionGeometry,
+    ConvolutionProduct,
+    MatrixProduct,
+    SumTo,
+    convolution_bias,
+    modified,
+)
+from penstock.errors import BackwardError
+
+Forward: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class Sink:
+    """Where leaf modules leave taps in a forward and terms in a backward; None: not open."""
+
+    __slots__ = ("taps", "terms")
+
+    def __init__(self) -> None:
+        self.taps: list[Tap] | None = None
+        self.terms: Terms | None = None
+
+    def check_open(self) -> None:
+        if self.terms is None:
+            raise BackwardError(
+                "backward was run directly on the outputs of a SplitEngine's forward, whose "
+                "weights take no part in the graph. Call backward_input() or backward() of "
+                "the ForwardPass that the engine returned."
+            )
+
+
+class Call(NamedTuple):
+    """The parameters of a leaf module's call; a linear layer has no geometry."""
+
+    weight: Tensor
+    bias: Tensor | None
+    geometry: ConvolutionGeometry | None
+
+    @classmethod
+    def of(
+        cls, params: Mapping[str, Tensor | None], geometry: ConvolutionGeometry | None
+    ) -> "Call | None":
+        """The call with these parameters; None if they are not the module's own (parametrised)."""
+        weight = params.get("weight")
+        if weight is None or "bias" not in params:
+            return None
+        return cls(weight, params["bias"], geometry)
+
+    def run(self, x: Tensor) -> Tensor:
+        """The module's output for `x`, as far as autograd can see without parameters."""
+        weight = self.weight.detach()
+        bias = None if self.bias is None else self.bias.detach()
+        if weight.dtype is not x.dtype:
+            weight = weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+        if self.geometry is not None:
+            return self.geometry.forward(x, weight, bias)
+        if bias is None:
+            return torch.mm(x, weight.t())
+        return torch.addmm(bias, x, weight.t())
+
+    def input_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        if self.geometry is not None:
+            return self.geometry.backward(grad, x, weight, of_input=True)
+        return grad.mm(weight)
+
+    def add_terms(self, grad: Tensor, x: Tensor, terms: Terms) -> None:
+        """Add the terms of the parameters, for the gradient of the output for `x`."""
+        weight, bias, geometry = self
+        if geometry is None:
+            terms.append((weight, MatrixProduct(grad.t(), x)))
+            if bias is not None and bias.requires_grad:
+                terms.append((bias, SumTo(grad, bias.shape)))
+        else:
+            terms.append((weight, ConvolutionProduct(grad, x, weight.detach(), geometry)))
+            if bias is not None and bias.requires_grad:
+                terms.append((bias, convolution_bias(grad, bias.shape)))
+
+
+class Tap(NamedTuple):
+    """A leaf module was called on `x`; the gradient of its output will arrive at `node`."""
+
+    node: Node
+    call: Call
+    x: Tensor
+    version: int
+
+    def add_terms(self, grad: Tensor, terms: Terms) -> None:
+        if self.x._version != self.version:
+            raise modified("forward", "input backward", self.x)
+        self.call.add_terms(grad, self.x, terms)
+
+
+class _Saving(torch.autograd.Function):
+    """A leaf module's call that keeps its input as autograd does, open to saved-tensor hooks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, sink: Sink
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        ctx.sink = sink
+        return call.run(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.sink.check_open()
+        x, _ = ctx.saved_tensors
+        ctx.call.add_terms(grad, x, ctx.sink.terms)
+        dx = ctx.call.input_grad(grad, x) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None
+
+
+def deferring_forwards(root: nn.Module, sink: Sink) -> list[tuple[nn.Module, Forward]]:
+    """Every leaf module under `root` that can put off its weight gradients, and how."""
+    forwards: list[tuple[nn.Module, Forward]] = []
+    for module in _modules(root):
+        if "forward" in module.__dict__:
+            continue
+        if type(module).forward is nn.Linear.forward:
+            forwards.append((module, _linear(module, sink)))
+        elif type(module).forward in _CONVOLUTIONS and _is_zero_padded(module):
+            forwards.append((module, _convolution(module, sink)))
+    return forwards
+
+
+_CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+
+
+def _is_zero_padded(module: Any) -> bool:
+    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
+
+
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and all below it, but for what is compiled: its forward must stay as it is."""
+    if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+        return
+    yield module
+    for child in module.children():
+        yield from _modules(child)
+
+
+def _linear(module: nn.Module, sink: Sink) -> Forward:
+    original = module.forward
+    params = module._parameters
+
+    def forward(x: Tensor) -> Tensor:
+        call = Call.of(params, None)
+        hooked = _are_saves_hooked()
+        if call is None or not _can_defer(call, x, sink, hooked):
+            return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
+        if x.dim() == 2:
+            return _deferring(call, x, sink, hooked)
+        out = _deferring(call, x.reshape(-1, x.shape[-1]), sink, hooked)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    return forward
+
+
+def _convolution(module: Any, sink: Sink) -> Forward:
+    original = module.forward
+    params = module._parameters
+
+    def forward(x: Tensor) -> Tensor:
+        geometry = ConvolutionGeometry(
+            module.stride,
+            module.padding,
+            module.dilation,
+            module.transposed,
+            module.output_padding,
+            module.groups,
+        )
+        call = Call.of(params, geometry)
+        hooked = _are_saves_hooked()
+        if call is None or x.dim() != call.weight.dim() or not _can_defer(call, x, sink, hooked):
+            return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
+        return _deferring(call, x, sink, hooked)
+
+    return forward
+
+
+def _can_defer(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> bool:
+    """Whether the call's weight gradients are ours to compute, rather than autograd's."""
+    weight = call.weight
+    if not (weight.requires_grad and is_plain(weight) and is_plain(x) and torch.is_grad_enabled()):
+        return False
+    if weight.is_complex():
+        return False
+    return are_saves_hooked or (sink.taps is not None and x.requires_grad)
+
+
+def _deferring(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Tensor:
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+        x = x.to(torch.get_autocast_dtype(kind))
+    if are_saves_hooked:
+        out: Tensor = _Saving.apply(x, call.weight, call.bias, call, sink)
+        return out
+    out = call.run(x)
+    assert out.grad_fn is not None and sink.taps is not None  # `_can_defer` saw to it
+    sink.taps.append(Tap(out.grad_fn, call, x.detach(), x._version))
+    return out
+
+
+def _are_saves_hooked() -> bool:
+    """Whether tensors that autograd saves now go through hooks: checkpointing, offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -1,0 +1,148 @@
+"""Settling: adding terms to parameters' gradients, and finishing as autograd would.
+
+[1] A parameter without hooks takes its terms directly, fused where the term can.
+[2] All else goes through one pass of autograd's own engine, so that tensor hooks,
+    post-accumulate-grad hooks and the accumulator hooks that data-parallel reducers
+    rely on run in their order, once, with the gradient in place.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from penstock.backward.terms import MatrixProduct, Term
+
+Target: TypeAlias = Tensor | GradientEdge
+"""Where a term goes: a parameter, or a place in the graph from which autograd carries it on."""
+
+_PLAIN_TYPES = (torch.nn.Parameter, Tensor)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the kernels for dense tensors apply: no subclass, no sparse layout."""
+    return type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided
+
+
+def settle(
+    terms: Iterable[tuple[Target, Term]],
+    leaves: Sequence[Tensor],
+    *,
+    signal_accumulators: bool,
+    retain_graph: bool = False,
+) -> None:
+    """Add every term to the `.grad` of its parameter, or of those among `leaves` it leads to.
+
+    `signal_accumulators`: give every parameter its part in step [2], because hooks that
+    cannot be seen from here may wait on its accumulator.
+    """
+    sums = _Sums()
+    delivery = _Delivery()
+    roots: list[Tensor | GradientEdge] = []
+    root_grads: list[Tensor] = []
+    with torch.no_grad():
+        for target, term in terms:
+            if type(target) is GradientEdge:
+                roots.append(target)
+                root_grads.append(_value(term))
+                continue
+            assert isinstance(target, Tensor)
+            grad = target.grad
+            if not _adds_plainly(target, grad):
+                delivery.add(target, _value(term))
+                continue
+            if grad is None:  # [1]
+                target.grad = _first_grad(target, term)
+            elif type(term) is MatrixProduct:
+                term.add_to(grad)
+            else:
+                sums.add(grad, _value(term))
+            if signal_accumulators:
+                delivery.add(target, None)
+        sums.run()
+    leads_on = bool(roots)
+    if delivery.params:
+        with torch.enable_grad():
+            signal: Tensor = _Deliver.apply(delivery.grads, *delivery.params)
+        roots.append(signal)
+        root_grads.append(torch.ones_like(signal))
+    if roots:  # [2]
+        torch.autograd.backward(
+            roots, root_grads, retain_graph=retain_graph, inputs=leaves if leads_on else None
+        )
+
+
+def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
+    """Whether no hook and no unusual layout asks for autograd's own way of adding."""
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        return False
+    return type(param) in _PLAIN_TYPES and (grad is None or is_plain(grad))
+
+
+def _value(term: Term) -> Tensor:
+    return term if isinstance(term, Tensor) else term.value()
+
+
+def _first_grad(param: Tensor, term: Term) -> Tensor:
+    """The gradient of a parameter that has none: its own memory, laid out as autograd does."""
+    value = term.clone() if isinstance(term, Tensor) else term.value()
+    if value.layout is not torch.strided:
+        return value
+    if value.dtype == param.dtype and value.stride() == param.stride():
+        return value
+    return torch.empty_like(param).copy_(value)
+
+
+class _Sums:
+    """Additions gathered to be done in one call, in which each gradient takes part once."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self) -> None:
+        self._pending: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, grad: Tensor, value: Tensor) -> None:
+        if id(grad) not in self._pending and value.dtype is grad.dtype and is_plain(value):
+            self._pending[id(grad)] = grad, value
+        else:
+            grad.add_(value)
+
+    def run(self) -> None:
+        if self._pending:
+            grads, values = zip(*self._pending.values(), strict=True)
+            torch._foreach_add_(grads, values)
+
+
+class _Delivery:
+    """Parameters, each once, with what their accumulators are to receive."""
+
+    __slots__ = ("_places", "grads", "params")
+
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+        self.grads: list[Tensor | None] = []
+        self._places: dict[int, int] = {}
+
+    def add(self, param: Tensor, grad: Tensor | None) -> None:
+        place = self._places.setdefault(id(param), len(self.params))
+        if place == len(self.params):
+            self.params.append(param)
+            self.grads.append(grad)
+        elif grad is not None:
+            so_far = self.grads[place]
+            self.grads[place] = grad if so_far is None else so_far + grad
+
+
+class _Deliver(torch.autograd.Function):
+    """Hands each accumulator its gradient, or None where that was added already."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor | None], *params: Tensor) -> Tensor:
+        ctx.grads = grads
+        return params[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.grads)

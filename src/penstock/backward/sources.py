@@ -1,0 +1,187 @@
+"""Sources: autograd nodes whose weight gradients we compute ourselves, apart from the node.
+
+A source is made from a node before the engine pass of I, which releases what the node
+saved. Given the gradient that arrived at the node, it makes the terms of its weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from penstock.backward.settle import Target, is_plain
+from penstock.backward.terms import (
+    ConvolutionGeometry,
+    ConvolutionProduct,
+    MatrixProduct,
+    SumTo,
+    Term,
+    convolution_bias,
+)
+
+Terms: TypeAlias = list[tuple[Target, Term]]
+
+
+class Use(NamedTuple):
+    """Edge number `edge` of a node leads to `target`, `transposed` if to its transpose."""
+
+    edge: int
+    target: Target
+    transposed: bool
+
+
+class Passage:
+    """The gradient that arrives is the target's own."""
+
+    __slots__ = ("_target",)
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def terms(self, grad: Tensor) -> Terms:
+        return [(self._target, grad)]
+
+
+class MatrixSource:
+    """A node of `alpha * left @ right`, or of `beta * added + alpha * left @ right`."""
+
+    __slots__ = ("_alpha", "_beta", "_left", "_left_edge", "_right", "_uses")
+
+    def __init__(
+        self,
+        uses: Sequence[Use],
+        left: Tensor | None,
+        right: Tensor | None,
+        left_edge: int,
+        scales: tuple[float, float],
+    ) -> None:
+        self._uses = uses
+        self._left = left
+        self._right = right
+        self._left_edge = left_edge
+        self._alpha, self._beta = scales
+
+    def terms(self, grad: Tensor) -> Terms:
+        return [(use.target, self._term(use, grad)) for use in self._uses]
+
+    def _term(self, use: Use, grad: Tensor) -> Term:
+        edge, target, transposed = use
+        if edge < self._left_edge:
+            return SumTo(grad, _shape(target), self._beta)
+        if edge > self._left_edge:  # the right factor: left.mT @ grad
+            left = self._left
+            assert left is not None  # autograd saves what a differentiable factor needs
+            first, second = (grad.mT, left) if transposed else (left.mT, grad)
+        else:  # the left factor: grad @ right.mT
+            right = self._right
+            assert right is not None
+            first, second = (right, grad.mT) if transposed else (grad, right.mT)
+        return MatrixProduct(first, second, self._alpha)
+
+
+class ConvolutionSource:
+    """A node of a convolution; edge 1 is its weight, edge 2 its bias."""
+
+    __slots__ = ("_geometry", "_uses", "_weight", "_x")
+
+    def __init__(
+        self, uses: Sequence[Use], x: Tensor, weight: Tensor, geometry: ConvolutionGeometry
+    ) -> None:
+        self._uses = uses
+        self._x = x
+        self._weight = weight
+        self._geometry = geometry
+
+    def terms(self, grad: Tensor) -> Terms:
+        return [(use.target, self._term(use, grad)) for use in self._uses]
+
+    def _term(self, use: Use, grad: Tensor) -> Term:
+        if use.edge == 1:
+            return ConvolutionProduct(grad, self._x, self._weight, self._geometry)
+        return convolution_bias(grad, _shape(use.target))
+
+
+Source: TypeAlias = Passage | MatrixSource | ConvolutionSource
+
+
+@dataclass(frozen=True, slots=True)
+class _MatrixNode:
+    """The names under which a kind of node saves its factors; the edge of the left one."""
+
+    left: str
+    right: str
+    left_edge: int
+
+
+_MATRIX_NODES = {
+    "MmBackward0": _MatrixNode("self", "mat2", 0),
+    "BmmBackward0": _MatrixNode("self", "mat2", 0),
+    "AddmmBackward0": _MatrixNode("mat1", "mat2", 1),
+    "BaddbmmBackward0": _MatrixNode("batch1", "batch2", 1),
+}
+
+
+def source_of(node: Node, uses: Sequence[Use]) -> Source | None:
+    """The source for these uses, or None if only autograd can compute them.
+
+    So it is for kinds of node we do not know, and for tensors saved through hooks
+    (checkpointed, offloaded): those may be unpacked only once, by the node itself.
+    """
+    kind = type(node).__name__
+    if kind in _MATRIX_NODES:
+        return _matrix_source(node, uses, _MATRIX_NODES[kind])
+    if kind == "ConvolutionBackward0":
+        return _convolution_source(node, uses)
+    return None
+
+
+def _matrix_source(node: Any, uses: Sequence[Use], kind: _MatrixNode) -> Source | None:
+    left: Tensor | None = None
+    right: Tensor | None = None
+    for use in uses:
+        if use.edge == kind.left_edge:
+            right = _saved(node, kind.right)
+            if right is None:
+                return None
+        elif use.edge > kind.left_edge:
+            left = _saved(node, kind.left)
+            if left is None:
+                return None
+        elif use.transposed:
+            return None
+    scales = (node._saved_alpha, node._saved_beta) if kind.left_edge else (1, 1)
+    return MatrixSource(uses, left, right, kind.left_edge, scales)
+
+
+def _convolution_source(node: Any, uses: Sequence[Use]) -> Source | None:
+    if any(use.transposed for use in uses):
+        return None
+    x, weight = _saved(node, "input"), _saved(node, "weight")
+    if x is None or weight is None:
+        return None
+    geometry = ConvolutionGeometry(
+        node._saved_stride,
+        node._saved_padding,
+        node._saved_dilation,
+        node._saved_transposed,
+        node._saved_output_padding,
+        node._saved_groups,
+    )
+    return ConvolutionSource(uses, x, weight, geometry)
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    """A plain, real tensor that the node saved without hooks, cut off from the graph."""
+    if getattr(node, "_raw_saved_" + name).unpack_hook is not None:
+        return None
+    tensor: Tensor = getattr(node, "_saved_" + name).detach()
+    return tensor if is_plain(tensor) and not tensor.is_complex() else None
+
+
+def _shape(target: Target) -> Sequence[int]:
+    if isinstance(target, GradientEdge):
+        shape: Sequence[int] = target.node._input_metadata[target.output_nr].shape
+        return shape
+    return target.shape

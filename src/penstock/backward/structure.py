@@ -1,0 +1,88 @@
+"""Pairing nested stage outputs with their gradients, and checking that they match."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import BackwardError
+
+
+def pair_with_grads(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The output tensors that have a gradient to send back, and those gradients.
+
+    `outputs` is a tensor or nests tuples, lists and dicts; `grads` mirrors it. A None in
+    `grads` means that nobody used that output. None for the whole of `grads` means that
+    the outputs are losses: each gets a gradient of ones.
+    """
+    pairs = list(_pairs(outputs, grads, "output"))
+    differentiable = [pair for pair in pairs if pair[1].requires_grad]
+    if not differentiable:
+        found = ", ".join(f"{name} {describe(out)}" for name, out, _ in pairs) or "no tensor"
+        raise BackwardError(
+            f"no stage output requires a gradient (got {found}), so there is nothing to run "
+            "backward. Expected at least one output computed from an input or parameter with "
+            "requires_grad=True, outside of torch.no_grad()."
+        )
+    roots: list[Tensor] = []
+    root_grads: list[Tensor] = []
+    for name, output, grad in differentiable:
+        if grads is None:
+            grad = torch.ones_like(output)
+        if grad is not None:
+            _check_grad(name, output, grad)
+            roots.append(output)
+            root_grads.append(grad)
+    return roots, root_grads
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of a nested value, in order."""
+    return [tensor for _, tensor, _ in _pairs(value, None, "value")]
+
+
+def describe(tensor: Tensor) -> str:
+    return f"of shape {tuple(tensor.shape)} and {tensor.dtype}"
+
+
+def _pairs(output: Any, grad: Any, name: str) -> Iterator[tuple[str, Tensor, Any]]:
+    """Every tensor of a nested output with its name and gradient (None if absent)."""
+    if isinstance(output, Tensor):
+        yield name, output, grad
+    elif isinstance(output, tuple | list):
+        if grad is not None:
+            _check_container(name, grad, (tuple, list), len(output), f"{len(output)} gradients")
+        for i, item in enumerate(output):
+            yield from _pairs(item, None if grad is None else grad[i], f"{name}[{i}]")
+    elif isinstance(output, dict):
+        if grad is not None:
+            wanted = f"a dict with the keys {sorted(map(str, output))}"
+            _check_container(name, grad, (dict,), len(output), wanted)
+            if grad.keys() != output.keys():
+                raise _mismatch(name, f"keys {sorted(map(str, grad))}", wanted)
+        for key, item in output.items():
+            yield from _pairs(item, None if grad is None else grad[key], f"{name}[{key!r}]")
+
+
+def _check_container(
+    name: str, grad: Any, kinds: tuple[type, ...], length: int, wanted: str
+) -> None:
+    if not isinstance(grad, kinds):
+        raise _mismatch(name, f"a {type(grad).__name__}", wanted)
+    if len(grad) != length:
+        raise _mismatch(name, f"{len(grad)} gradients", wanted)
+
+
+def _check_grad(name: str, output: Tensor, grad: Any) -> None:
+    if not isinstance(grad, Tensor):
+        raise _mismatch(name, f"a {type(grad).__name__}", "a tensor or None")
+    if grad.shape != output.shape:
+        raise _mismatch(name, f"a gradient {describe(grad)}", f"one {describe(output)}")
+
+
+def _mismatch(name: str, got: str, wanted: str) -> BackwardError:
+    return BackwardError(
+        f"output_grads does not match the stage output: for {name} it holds {got}; expected "
+        f"{wanted}. Give each output its gradient, or None for an output that nobody used."
+    )
