@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
@@ -52,7 +51,8 @@ class SplitEngine:
 
     def forward(self, *args: Any, **kwargs: Any) -> "ForwardPass":
         """Run the module. The returned pass holds the outputs and runs their backward."""
-        self._sink.taps = taps = []
+        taps: list[Tap] = []
+        self._sink.taps = taps
         try:
             with self._deferring():
                 outputs = self.module(*args, **kwargs)
@@ -80,7 +80,8 @@ class SplitEngine:
             plan = plan_for(roots, inputs, params)
             self._must_walk = any(cluster.users for cluster, _ in plan.waiting)
         edges = [GradientEdge(tap.node, 0) for tap in taps]
-        self._sink.terms = terms = []
+        terms: Terms = []
+        self._sink.terms = terms
         try:
             with self._deferring(), explained(roots):
                 input_grads, tap_grads, urgent_grads, groups = input_half(
@@ -95,7 +96,7 @@ class SplitEngine:
             if grad is not None:
                 terms.append((param, grad))
         for group in groups:
-            terms += group.terms()
+            group.add_terms(terms)
         return input_grads, terms
 
     def _settle(self, terms: Terms) -> None:
@@ -194,5 +195,12 @@ class PendingWeights:
 
 def _is_held(param: Tensor) -> bool:
     """Whether someone keeps the parameter's accumulator, as those who put hooks on it must."""
-    gradient_edge(param).node.metadata["penstock"] = True
-    return "penstock" in gradient_edge(param).node.metadata
+    mark = "penstock.backward"
+    _metadata(param)[mark] = True
+    return mark in _metadata(param)
+
+
+def _metadata(param: Tensor) -> dict[Any, Any]:
+    """The notes that anyone may leave on the parameter's accumulator; they die with it."""
+    metadata: dict[Any, Any] = gradient_edge(param).node.metadata  # type: ignore[assignment]  # a property
+    return metadata

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.backward.groups import ParamGroup
 from penstock.backward.input_half import arrived_group, input_half, plan_for
 from penstock.backward.settle import settle
+from penstock.backward.sources import Terms
 from penstock.backward.structure import describe, pair_with_grads
 from penstock.errors import BackwardError
 
@@ -91,17 +92,11 @@ def stage_backward_weight(
     it holds is freed, unless `retain_graph` asks to keep it for another run.
     """
     weights = list(weights)
-    known = {id(weight) for weight in weights}
+    known = set(map(id, weights))
+    terms: Terms = []
     for group in param_groups:
-        group.check()
-        for param in group.params:
-            if id(param) not in known:
-                raise BackwardError(
-                    f"param_groups holds a parameter {describe(param)} that is not among the "
-                    "weights. Expected the weights that were given to stage_backward_input: "
-                    "pass the same module's parameters to both."
-                )
-    terms = [term for group in param_groups for term in group.terms()]
+        group.check(known)
+        group.add_terms(terms)
     settle(terms, weights, signal_accumulators=_reducers_may_wait(), retain_graph=retain_graph)
     if not retain_graph:
         for group in param_groups:
@@ -116,17 +111,22 @@ def _reducers_may_wait() -> bool:
 
 @contextmanager
 def explained(roots: Sequence[Tensor]) -> Iterator[None]:
-    """Turn autograd's complaint about a graph that is gone into an error of ours."""
+    """Turn autograd's complaints about what cannot be run backward into errors of ours."""
     try:
         yield
     except RuntimeError as exc:
-        if not any(text in str(exc) for text in ("a second time", "already been freed")):
-            raise
-        shapes = ", ".join(describe(root) for root in roots)
-        raise BackwardError(
-            f"the graph of the stage outputs ({shapes}) has been released by an earlier "
-            "backward. A backward needs a forward of its own: run the stage's forward again."
-        ) from exc
+        if any(text in str(exc) for text in ("a second time", "already been freed")):
+            shapes = ", ".join(describe(root) for root in roots)
+            raise BackwardError(
+                f"the graph of the stage outputs ({shapes}) has been released by an earlier "
+                "backward. A backward needs a forward of its own: run the stage's forward again."
+            ) from exc
+        if "use_reentrant=True" in str(exc):
+            raise BackwardError(
+                "the stage uses torch.utils.checkpoint with use_reentrant=True, whose backward "
+                "cannot be split. Pass use_reentrant=False."
+            ) from exc
+        raise
 
 
 def differentiable(values: Sequence[Any]) -> list[Tensor]:

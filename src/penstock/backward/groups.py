@@ -1,11 +1,12 @@
 """Parameter groups: what an input backward leaves for the weight backward to do."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from penstock.backward.sources import Source, Terms
+from penstock.backward.structure import describe
 from penstock.errors import BackwardError
 
 Gradients: TypeAlias = Sequence[Tensor | None]
@@ -19,20 +20,20 @@ class ParamGroup:
     Several gradients in one tuple are summed; None stands for zero.
     """
 
-    __slots__ = ("_arrived", "_grads", "_is_done", "_params", "_sources")
+    __slots__ = ("_arrived", "_grads", "_params", "_sources")
 
     def __init__(
-        self, params: list[Tensor], sources: Sequence[Source], grads: list[Gradients]
+        self, params: Mapping[int, Tensor], sources: Sequence[Source], grads: list[Gradients]
     ) -> None:
         self._params = params
-        self._sources = sources
-        self._grads = grads
+        self._sources: Sequence[Source] | None = sources
         self._arrived = grads
-        self._is_done = False
+        self._grads = grads
 
     def __repr__(self) -> str:
-        shapes = ", ".join(str(tuple(p.shape)) for p in self._params)
-        return f"ParamGroup(params of shapes {shapes}; {'done' if self._is_done else 'pending'})"
+        shapes = ", ".join(str(tuple(param.shape)) for param in self._params.values())
+        state = "done" if self._sources is None else "pending"
+        return f"ParamGroup(params of shapes {shapes}; {state})"
 
     def keys(self) -> tuple[str, ...]:
         return ("params", "grads")
@@ -41,7 +42,7 @@ class ParamGroup:
         if key == "grads":
             return self._grads
         if key == "params":
-            return self._params
+            return list(self._params.values())
         raise KeyError(key)
 
     def __setitem__(self, key: str, grads: list[Gradients]) -> None:
@@ -49,25 +50,29 @@ class ParamGroup:
             raise KeyError(key)
         self._grads = grads
 
-    @property
-    def params(self) -> Sequence[Tensor]:
-        return self._params
-
-    def check(self) -> None:
-        """Raise unless the weight backward can take this group."""
-        if self._is_done:
+    def check(self, known: Set[int]) -> None:
+        """Raise unless the weight backward can run; `known`: the ids of the weights it has."""
+        if self._sources is None:
             raise BackwardError(
                 f"the weight backward of {self!r} has run already, and what it needed is freed. "
                 "Run it once for each input backward, or pass retain_graph=True to run it again."
             )
-        if len(self._grads) != len(self._sources):
+        if not self._params.keys() <= known:
+            strange = next(param for i, param in self._params.items() if i not in known)
+            raise BackwardError(
+                f"param_groups holds a parameter {describe(strange)} that is not among the "
+                "weights. Expected the weights that were given to stage_backward_input: "
+                "pass the same module's parameters to both."
+            )
+        if self._grads is not self._arrived:
+            self._check_overwritten(len(self._sources))
+
+    def _check_overwritten(self, num_nodes: int) -> None:
+        if len(self._grads) != num_nodes:
             raise BackwardError(
                 f'group["grads"] of {self!r} has {len(self._grads)} entries; expected '
-                f"{len(self._sources)}, one tuple of gradients for each node that uses the "
-                "parameters."
+                f"{num_nodes}, one tuple of gradients for each node that uses the parameters."
             )
-        if self._grads is self._arrived:
-            return
         for position, (given, arrived) in enumerate(zip(self._grads, self._arrived, strict=True)):
             shape = next((grad.shape for grad in arrived if grad is not None), None)
             for grad in given:
@@ -78,24 +83,23 @@ class ParamGroup:
                         "gradient that arrived there."
                     )
 
-    def terms(self) -> Terms:
-        """The terms of the parameters, from the gradients now in the group."""
-        terms: Terms = []
+    def add_terms(self, terms: Terms) -> None:
+        """Add the terms of the parameters, from the gradients now in the group."""
+        assert self._sources is not None  # `check` saw to it
         for source, given in zip(self._sources, self._grads, strict=True):
-            arrived = [grad for grad in given if grad is not None]
-            if arrived:
-                terms += source.terms(arrived[0] if len(arrived) == 1 else _sum(arrived))
-        return terms
+            grad = given[0] if len(given) == 1 else _sum(given)
+            if grad is not None:
+                source.add_terms(grad, terms)
 
     def release(self) -> None:
         """Drop all that the weight backward needed."""
-        self._is_done = True
-        self._sources = ()
+        self._sources = None
         self._grads = self._arrived = []
 
 
-def _sum(grads: Sequence[Tensor]) -> Tensor:
-    total = grads[0]
-    for grad in grads[1:]:
-        total = total + grad
+def _sum(grads: Gradients) -> Tensor | None:
+    total: Tensor | None = None
+    for grad in grads:
+        if grad is not None:
+            total = grad if total is None else total + grad
     return total

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from penstock.backward.sources import Source, Use, source_of
-from penstock.errors import BackwardError
 
 Edges: TypeAlias = Sequence[tuple[Node | None, int]]
 
@@ -84,7 +83,6 @@ def harvest(
 ) -> list[Cluster]:
     """The clusters of all weights that the roots lead to. Costs time linear in the graph."""
     graph = _Graph([root.node for root in roots], {edge.node for edge in inputs})
-    _refuse_reentrant_checkpoints(graph.edges)
     params = _Parameters(graph, weights)
     clusters: dict[int, Cluster] = {}
     for node in graph.users():
@@ -158,14 +156,6 @@ class _Graph:
         return found
 
 
-def _refuse_reentrant_checkpoints(nodes: Iterable[Node]) -> None:
-    if any(kind.__name__ == "CheckpointFunctionBackward" for kind in set(map(type, nodes))):
-        raise BackwardError(
-            "the stage uses torch.utils.checkpoint with use_reentrant=True, whose backward "
-            "cannot be split. Pass use_reentrant=False."
-        )
-
-
 class _Parameters:
     """Looks up the weights that nodes off the input side lead to."""
 
@@ -180,7 +170,7 @@ class _Parameters:
         """The weight that this node accumulates into, if it does."""
         if type(node) is not _Accumulator:
             return None
-        variable: Tensor = node.variable  # type: ignore[union-attr]  # accumulators have it
+        variable: Tensor = node.variable  # type: ignore[attr-defined]  # an accumulator's
         return variable if id(variable) in self._weights else None
 
     def of_transpose(self, node: Node) -> Tensor | None:

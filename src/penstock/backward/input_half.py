@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.backward.groups import ParamGroup
+from penstock.backward.groups import Gradients, ParamGroup
 from penstock.backward.harvest import Cluster, gradient_edge, harvest
 from penstock.backward.sources import Passage, Source
 
@@ -20,9 +20,7 @@ class Plan(NamedTuple):
     urgent: Sequence[Tensor]
 
 
-def plan_for(
-    roots: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> Plan:
+def plan_for(roots: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Plan:
     """The plan that puts off all that can wait, for the graph from `roots` to `inputs`."""
     waiting: list[tuple[Cluster, list[Source]]] = []
     urgent: list[Tensor] = []
@@ -55,10 +53,8 @@ def input_half(
     taps: Sequence[GradientEdge] = (),
 ) -> Halved:
     """Run the pass. The graph is released as far as the pass goes; no hook of a weight runs."""
-    users = [
-        GradientEdge(user.node, 0) for cluster, _ in plan.waiting for user in cluster.users
-    ]
-    wanted = [*inputs, *taps, *users, *plan.urgent]
+    users = [GradientEdge(user.node, 0) for cluster, _ in plan.waiting for user in cluster.users]
+    wanted: Any = [*inputs, *taps, *users, *plan.urgent]
     grads: Sequence[Tensor | None] = ()
     if wanted:
         with _hooks_put_off(plan.urgent):
@@ -82,11 +78,11 @@ def _waiting_groups(
     groups = []
     arriving = iter(user_grads)
     for cluster, sources in plan.waiting:
-        grads = [(next(arriving),) for _ in sources]
+        grads: list[Gradients] = [(next(arriving),) for _ in sources]
         for number in cluster.tails:
             sources.append(Passage(gradient_edge(roots[number])))
             grads.append((root_grads[number],))
-        groups.append(ParamGroup(list(cluster.params.values()), sources, grads))
+        groups.append(ParamGroup(cluster.params, sources, grads))
     return groups
 
 
@@ -95,8 +91,12 @@ def arrived_group(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> l
     arrived = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
     if not arrived:
         return []
-    sources = [Passage(param) for param, _ in arrived]
-    return [ParamGroup([param for param, _ in arrived], sources, [(g,) for _, g in arrived])]
+    group = ParamGroup(
+        {id(param): param for param, _ in arrived},
+        [Passage(param) for param, _ in arrived],
+        [(grad,) for _, grad in arrived],
+    )
+    return [group]
 
 
 @contextmanager

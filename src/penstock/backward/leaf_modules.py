@@ -28,7 +28,7 @@ from penstock.backward.terms import (
 )
 from penstock.errors import BackwardError
 
-Forward: TypeAlias = Callable[[Tensor], Tensor]
+Forward: TypeAlias = Callable[..., Tensor]
 
 
 class Sink:
@@ -217,10 +217,11 @@ def _deferring(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Ten
     if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
     if are_saves_hooked:
-        out: Tensor = _Saving.apply(x, call.weight, call.bias, call, sink)
-        return out
+        saving: Forward = _Saving.apply
+        return saving(x, call.weight, call.bias, call, sink)
     out = call.run(x)
-    assert out.grad_fn is not None and sink.taps is not None  # `_can_defer` saw to it
+    assert out.grad_fn is not None  # `_can_defer` saw to it
+    assert sink.taps is not None
     sink.taps.append(Tap(out.grad_fn, call, x.detach(), x._version))
     return out
 

@@ -65,12 +65,17 @@ def settle(
     leads_on = bool(roots)
     if delivery.params:
         with torch.enable_grad():
-            signal: Tensor = _Deliver.apply(delivery.grads, *delivery.params)
+            signal: Tensor = _Deliver.apply(  # type: ignore[no-untyped-call]  # torch's is untyped
+                delivery.grads, *delivery.params
+            )
         roots.append(signal)
         root_grads.append(torch.ones_like(signal))
     if roots:  # [2]
         torch.autograd.backward(
-            roots, root_grads, retain_graph=retain_graph, inputs=leaves if leads_on else None
+            roots,  # type: ignore[arg-type]  # tensors and edges mix well; the stub says either
+            root_grads,
+            retain_graph=retain_graph,
+            inputs=leaves if leads_on else None,
         )
 
 

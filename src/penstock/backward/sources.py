@@ -40,8 +40,8 @@ class Passage:
     def __init__(self, target: Target) -> None:
         self._target = target
 
-    def terms(self, grad: Tensor) -> Terms:
-        return [(self._target, grad)]
+    def add_terms(self, grad: Tensor, terms: Terms) -> None:
+        terms.append((self._target, grad))
 
 
 class MatrixSource:
@@ -63,8 +63,9 @@ class MatrixSource:
         self._left_edge = left_edge
         self._alpha, self._beta = scales
 
-    def terms(self, grad: Tensor) -> Terms:
-        return [(use.target, self._term(use, grad)) for use in self._uses]
+    def add_terms(self, grad: Tensor, terms: Terms) -> None:
+        for use in self._uses:
+            terms.append((use.target, self._term(use, grad)))
 
     def _term(self, use: Use, grad: Tensor) -> Term:
         edge, target, transposed = use
@@ -94,8 +95,9 @@ class ConvolutionSource:
         self._weight = weight
         self._geometry = geometry
 
-    def terms(self, grad: Tensor) -> Terms:
-        return [(use.target, self._term(use, grad)) for use in self._uses]
+    def add_terms(self, grad: Tensor, terms: Terms) -> None:
+        for use in self._uses:
+            terms.append((use.target, self._term(use, grad)))
 
     def _term(self, use: Use, grad: Tensor) -> Term:
         if use.edge == 1:

@@ -1,6 +1,6 @@
 """Pairing nested stage outputs with their gradients, and checking that they match."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def _pairs(output: Any, grad: Any, name: str) -> Iterator[tuple[str, Tensor, Any
 
 
 def _check_container(
-    name: str, grad: Any, kinds: tuple[type, ...], length: int, wanted: str
+    name: str, grad: Any, kinds: tuple[type[Sized], ...], length: int, wanted: str
 ) -> None:
     if not isinstance(grad, kinds):
         raise _mismatch(name, f"a {type(grad).__name__}", wanted)

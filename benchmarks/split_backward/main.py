@@ -1,0 +1,309 @@
+"""What does it cost to split a stage's backward into an input half and a weight half?
+
+In every round each contender runs once, on the same model and data, in an order that
+rotates. Medians over the rounds are compared, as ratios to plain autograd's full backward.
+"""
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from model import SIZES, Size, Stage
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.pipelining import _backward as torch_functions
+
+from penstock import backward as penstock_functions
+from penstock.backward import SplitEngine
+
+# The most that (I + W) / full backward may be: torch 2.13 for scale, then our limits.
+LIMITS = {
+    "S": (3.0, 1.25, 1.10),
+    "M": (1.6, 1.02, 1.00),
+    "L": (1.06, 1.00, 0.95),
+    "M checkpointed": (3.0, 1.10, 1.05),
+}
+PLAIN, TORCH, FUNCTIONS, ENGINE = "autograd", "torch 2.13", "functions", "engine"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one round, or medians over rounds. A full backward counts as `input_s`."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_s + self.weight_s
+
+
+Watch = Callable[[str], None]
+"""Called after the forward ("F"), the input half ("I") and the weight half ("W")."""
+
+Contender = Callable[[Tensor, Tensor, Watch], None]
+
+
+def contenders(stage: Stage) -> dict[str, Contender]:
+    weights = list(stage.parameters())
+    engine = SplitEngine(stage)
+
+    def plain(x: Tensor, grad: Tensor, watch: Watch) -> None:
+        out = stage(x)
+        watch("F")
+        torch.autograd.backward(out, grad)
+        watch("I")
+
+    def split_by(functions: Any) -> Contender:
+        def split(x: Tensor, grad: Tensor, watch: Watch) -> None:
+            out = stage(x)
+            watch("F")
+            _, groups = functions.stage_backward_input([out], [grad], [x], weights)
+            watch("I")
+            functions.stage_backward_weight(weights, groups)
+            watch("W")
+
+        return split
+
+    def by_engine(x: Tensor, grad: Tensor, watch: Watch) -> None:
+        forward = engine.forward(x)
+        watch("F")
+        _, pending = forward.backward_input(grad)
+        watch("I")
+        pending.run()
+        watch("W")
+
+    return {
+        PLAIN: plain,
+        TORCH: split_by(torch_functions),
+        FUNCTIONS: split_by(penstock_functions),
+        ENGINE: by_engine,
+    }
+
+
+def data_for(size: Size) -> tuple[Tensor, Tensor]:
+    shape = (size.batch, size.tokens, size.width)
+    return torch.randn(shape, requires_grad=True), torch.randn(shape)
+
+
+def time_once(contender: Contender, x: Tensor, grad: Tensor) -> Times:
+    marks = [time.perf_counter()]
+    contender(x, grad, lambda _: marks.append(time.perf_counter()))
+    x.grad = None
+    spans = [end - start for start, end in pairwise(marks)]
+    return Times(*spans, *[0.0] * (3 - len(spans)))
+
+
+def measure(name: str, rounds: int) -> dict[str, list[Times]]:
+    """All contenders' times in every round, warm-up left out."""
+    torch.manual_seed(0)
+    stage = Stage(SIZES[name])
+    x, grad = data_for(SIZES[name])
+    entrants = list(contenders(stage).items())
+    times: dict[str, list[Times]] = {who: [] for who, _ in entrants}
+    warm_up = max(3, rounds // 10)
+    for number in track(range(warm_up + rounds), f"{name:>14}", transient=True):
+        for offset in range(len(entrants)):
+            who, contender = entrants[(number + offset) % len(entrants)]
+            sample = time_once(contender, x, grad)
+            if number >= warm_up:
+                times[who].append(sample)
+    return times
+
+
+def medians(samples: list[Times]) -> Times:
+    columns = zip(*(asdict(sample).values() for sample in samples), strict=True)
+    return Times(*(statistics.median(column) for column in columns))
+
+
+def ratios(times: dict[str, list[Times]], who: str) -> tuple[float, float, float]:
+    """(I + W) / full backward: of medians, and the middle half of the rounds' own ratios."""
+    base = times[PLAIN]
+    each = [a.backward_s / b.backward_s for a, b in zip(times[who], base, strict=True)]
+    low, _, high = statistics.quantiles(each, n=4)
+    return medians(times[who]).backward_s / medians(base).backward_s, low, high
+
+
+def recomputations(name: str, who: str) -> int:
+    """How often blocks were run again in one backward."""
+    stage = Stage(SIZES[name])
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    contender = contenders(stage)[who]
+    for block in stage.blocks:
+        block.register_forward_pre_hook(count)
+    contender(*data_for(SIZES[name]), lambda _: None)
+    return calls - SIZES[name].blocks
+
+
+def live_bytes(name: str, who: str) -> tuple[int, int]:
+    """Bytes that one microbatch keeps allocated after F, and after I less the input gradient."""
+    stage = Stage(SIZES[name])
+    x, grad = data_for(SIZES[name])
+    contender = contenders(stage)[who]
+    contender(x, grad, lambda _: None)  # from here on every parameter has its gradient
+    x.grad = None
+    start = allocated_bytes()
+    seen: dict[str, int] = {}
+    contender(x, grad, lambda phase: seen.update({phase: allocated_bytes() - start}))
+    return seen["F"], seen["I"] - x.nbytes
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's `struct mallinfo2`: ten counts, of which two are in-use and mmapped bytes."""
+
+    _fields_ = (
+        ("_free_and_total", ctypes.c_size_t * 4),
+        ("mmapped", ctypes.c_size_t),
+        ("_unused", ctypes.c_size_t * 2),
+        ("in_use", ctypes.c_size_t),
+        ("_free", ctypes.c_size_t * 2),
+    )
+
+
+def allocated_bytes() -> int:
+    """Bytes that the process has allocated and not freed, as glibc counts them."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = _Mallinfo2
+    info = libc.mallinfo2()
+    return int(info.in_use + info.mmapped)
+
+
+def keep_freed_pages() -> None:
+    """Let glibc keep freed memory, as accelerators' allocators do.
+
+    By default it returns pages to the kernel and faults them in again; which contender
+    pays for that depends on what ran before it, not on what it does.
+    """
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(m_trim_threshold, 2**31 - 1)
+    libc.mallopt(m_mmap_threshold, 2**30)
+
+
+def time_table(results: dict[str, dict[str, list[Times]]]) -> Table:
+    table = Table(title="(I + W) ÷ full backward of plain autograd (limit) [middle half of rounds]")
+    for column in ("size", "full backward", TORCH, FUNCTIONS, ENGINE):
+        table.add_column(column, justify="right")
+    for name, times in results.items():
+        cells = [name, f"{medians(times[PLAIN]).backward_s * 1e3:.2f} ms"]
+        for who, limit in zip((TORCH, FUNCTIONS, ENGINE), LIMITS[name], strict=True):
+            ratio, low, high = ratios(times, who)
+            verdict = f"(~{limit:.2f})" if who is TORCH else f"(≤ {limit:.2f})"
+            is_over = who is not TORCH and ratio > limit
+            text = f"{ratio:.2f} {verdict} \\[{low:.2f}-{high:.2f}]"
+            cells.append(f"[red]{text}[/]" if is_over else text)
+        table.add_row(*cells)
+    return table
+
+
+def halves_table(results: dict[str, dict[str, list[Times]]]) -> Table:
+    table = Table(title="The halves apart, each ÷ full backward; engine's forward ÷ plain forward")
+    for column in ("size", "torch I + W", "functions I + W", "engine I + W", "W share", "forward"):
+        table.add_column(column, justify="right")
+    for name, times in results.items():
+        full = medians(times[PLAIN])
+        cells = [name]
+        for who in (TORCH, FUNCTIONS, ENGINE):
+            mine = medians(times[who])
+            parts = (mine.input_s / full.backward_s, mine.weight_s / full.backward_s)
+            cells.append(f"{parts[0]:.2f} + {parts[1]:.2f}")
+        mine = medians(times[ENGINE])
+        cells.append(f"{mine.weight_s / mine.backward_s:.0%}")
+        cells.append(f"{mine.forward_s / full.forward_s:.2f}")
+        table.add_row(*cells)
+    return table
+
+
+def counts(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Recomputations and live bytes, which need no repetition."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        for who in (TORCH, FUNCTIONS, ENGINE):
+            if SIZES[name].is_checkpointed:
+                found.setdefault("recomputations", {})[who] = recomputations(name, who)
+            if name == "L":
+                after_f, after_i = live_bytes(name, who)
+                megabytes = f"{after_i / 1e6:.0f} of {after_f / 1e6:.0f} MB"
+                found.setdefault("live bytes", {})[who] = f"{after_i / after_f:.2f} ({megabytes})"
+    return found
+
+
+def counts_table(found: dict[str, dict[str, Any]]) -> Table:
+    titles = {
+        "recomputations": "block recomputations for 4 blocks (limit 4)",
+        "live bytes": "live bytes after I ÷ after F, L (limit 1.0)",
+    }
+    table = Table(title="Counts")
+    for column in ("", TORCH, FUNCTIONS, ENGINE):
+        table.add_column(column, justify="right")
+    for kind, values in found.items():
+        table.add_row(titles[kind], *(str(values[who]) for who in (TORCH, FUNCTIONS, ENGINE)))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default=",".join(SIZES), help=f"of: {', '.join(SIZES)}")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the rounds")
+    parser.add_argument("--default-malloc", action="store_true", help="glibc as it comes")
+    parser.add_argument("--process-group", action="store_true", help="functions signal reducers")
+    parser.add_argument("--save", type=Path, help="write the medians to this JSON file")
+    args = parser.parse_args()
+    names = args.sizes.split(",")
+    if unknown := [name for name in names if name not in SIZES]:
+        parser.error(f"--sizes: unknown {', '.join(unknown)}; expected some of {', '.join(SIZES)}")
+
+    torch.set_num_threads(1)
+    if not args.default_malloc:
+        keep_freed_pages()
+    if args.process_group:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    console = Console(width=118)
+    results = {
+        name: measure(name, SIZES[name].rounds // (5 if args.quick else 1)) for name in names
+    }
+    console.print(time_table(results), halves_table(results))
+    found = counts(names)
+    if found:
+        console.print(counts_table(found))
+    if args.save:
+        record = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "date": datetime.now(UTC).date().isoformat(),
+            "options": " ".join(sys.argv[1:]),
+            "median_s": {
+                name: {who: asdict(medians(samples)) for who, samples in times.items()}
+                for name, times in results.items()
+            },
+            "counts": found,
+        }
+        args.save.write_text(json.dumps(record, indent=1) + "\n")
+    if args.process_group:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
