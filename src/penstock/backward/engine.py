@@ -75,20 +75,17 @@ class SplitEngine:
     ) -> tuple[Sequence[Tensor | None], Terms]:
         """The inputs' gradients and the terms of the weights, in one engine pass."""
         params = [param for param in self._params if param.requires_grad]
-        plan = Plan([], params)
-        if self._must_walk:
-            plan = plan_for(roots, inputs, params)
-            self._must_walk = any(cluster.users for cluster, _ in plan.waiting)
         edges = [GradientEdge(tap.node, 0) for tap in taps]
+        plan = Plan([], params)
+        if self._must_walk and inputs:
+            # What leads to a tap runs in this pass and is released, so it cannot wait.
+            plan = plan_for(roots, [*map(gradient_edge, inputs), *edges], params)
+            self._must_walk = any(cluster.users for cluster, _ in plan.waiting)
         terms: Terms = []
-        self._sink.terms = terms
-        try:
-            with self._deferring(), explained(roots):
-                input_grads, tap_grads, urgent_grads, groups = input_half(
-                    plan, roots, root_grads, inputs, edges
-                )
-        finally:
-            self._sink.terms = None
+        with self._collecting(terms), explained(roots):
+            input_grads, tap_grads, urgent_grads, groups = input_half(
+                plan, roots, root_grads, inputs, edges
+            )
         for tap, grad in zip(taps, tap_grads, strict=True):
             if grad is not None:
                 tap.add_terms(grad, terms)
@@ -100,7 +97,22 @@ class SplitEngine:
         return input_grads, terms
 
     def _settle(self, terms: Terms) -> None:
-        settle(terms, self._params, signal_accumulators=self._signals)
+        """Settle the terms, and those that leaf modules put off while that runs the graph."""
+        while terms:
+            late: Terms = []
+            with self._collecting(late):
+                settle(terms, self._params, signal_accumulators=self._signals)
+            terms = late
+
+    @contextmanager
+    def _collecting(self, terms: Terms) -> Iterator[None]:
+        """Let a backward run: leaf modules add to `terms` what they put off."""
+        self._sink.terms = terms
+        try:
+            with self._deferring():
+                yield
+        finally:
+            self._sink.terms = None
 
     @contextmanager
     def _deferring(self) -> Iterator[None]:
@@ -139,7 +151,7 @@ class ForwardPass:
         Give either `output_grads`, which mirrors the outputs (None for an output that
         nobody used), or the `loss` that was computed from the outputs.
         """
-        roots, root_grads = pair_with_grads(*self._start(output_grads, loss))
+        roots, root_grads = self._start(output_grads, loss)
         engine, inputs, taps = self._engine, differentiable(self.inputs), self._taps
         self._taps = []
         if not inputs:
@@ -158,7 +170,7 @@ class ForwardPass:
         pending.run()
         return input_grads
 
-    def _start(self, output_grads: Any, loss: Any) -> tuple[Any, Any]:
+    def _start(self, output_grads: Any, loss: Any) -> tuple[list[Tensor], list[Tensor]]:
         if (output_grads is None) == (loss is None):
             raise BackwardError(
                 f"got {'neither output_grads nor' if loss is None else 'both output_grads and'} "
@@ -170,9 +182,10 @@ class ForwardPass:
                 "the backward of this forward pass has run already, and its graph is released. "
                 "Run the engine's forward again."
             )
+        pairs = pair_with_grads(self.outputs if loss is None else loss, output_grads)
         self._is_done = True
-        outputs, self.outputs = self.outputs, None
-        return (outputs, output_grads) if loss is None else (loss, None)
+        self.outputs = None
+        return pairs
 
 
 class PendingWeights:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.backward.groups import ParamGroup
+from penstock.backward.harvest import gradient_edge
 from penstock.backward.input_half import arrived_group, input_half, plan_for
 from penstock.backward.settle import settle
 from penstock.backward.sources import Terms
@@ -74,12 +75,13 @@ def stage_backward_input(
     inputs = differentiable(input_values)
     trainable = [weight for weight in weights if weight.requires_grad]
     with explained(roots):
-        plan = plan_for(roots, inputs, trainable)
+        plan = plan_for(roots, [gradient_edge(x) for x in inputs], trainable)
         grads, _, urgent_grads, groups = input_half(plan, roots, root_grads, inputs)
         groups += arrived_group(plan.urgent, urgent_grads)
     for x, grad in zip(inputs, grads, strict=True):
         if grad is not None:
-            x.grad = grad if x.grad is None else x.grad + grad
+            before = x.grad if x.is_leaf or x.retains_grad else None
+            x.grad = grad if before is None else before + grad
     return in_place_of(input_values, inputs, grads), groups
 
 
@@ -97,7 +99,8 @@ def stage_backward_weight(
     for group in param_groups:
         group.check(known)
         group.add_terms(terms)
-    settle(terms, weights, signal_accumulators=_reducers_may_wait(), retain_graph=retain_graph)
+    with explained():
+        settle(terms, weights, signal_accumulators=_reducers_may_wait(), retain_graph=retain_graph)
     if not retain_graph:
         for group in param_groups:
             group.release()
@@ -110,16 +113,17 @@ def _reducers_may_wait() -> bool:
 
 
 @contextmanager
-def explained(roots: Sequence[Tensor]) -> Iterator[None]:
+def explained(outputs: Sequence[Tensor] = ()) -> Iterator[None]:
     """Turn autograd's complaints about what cannot be run backward into errors of ours."""
     try:
         yield
     except RuntimeError as exc:
         if any(text in str(exc) for text in ("a second time", "already been freed")):
-            shapes = ", ".join(describe(root) for root in roots)
+            shapes = ", ".join(describe(output) for output in outputs)
             raise BackwardError(
-                f"the graph of the stage outputs ({shapes}) has been released by an earlier "
-                "backward. A backward needs a forward of its own: run the stage's forward again."
+                f"the graph of the stage outputs {f'({shapes}) ' if shapes else ''}has been "
+                "released by an earlier backward. A backward needs a forward of its own: run "
+                "the stage's forward again."
             ) from exc
         if "use_reentrant=True" in str(exc):
             raise BackwardError(

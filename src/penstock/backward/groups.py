@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.backward.sources import Source, Terms
 from penstock.backward.structure import describe
+from penstock.backward.terms import modified
 from penstock.errors import BackwardError
 
 Gradients: TypeAlias = Sequence[Tensor | None]
@@ -20,7 +21,7 @@ class ParamGroup:
     Several gradients in one tuple are summed; None stands for zero.
     """
 
-    __slots__ = ("_arrived", "_grads", "_params", "_sources")
+    __slots__ = ("_arrived", "_grads", "_params", "_sources", "_version")
 
     def __init__(
         self, params: Mapping[int, Tensor], sources: Sequence[Source], grads: list[Gradients]
@@ -29,6 +30,7 @@ class ParamGroup:
         self._sources: Sequence[Source] | None = sources
         self._arrived = grads
         self._grads = grads
+        self._version = _version(grads)
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(param.shape)) for param in self._params.values())
@@ -66,6 +68,9 @@ class ParamGroup:
             )
         if self._grads is not self._arrived:
             self._check_overwritten(len(self._sources))
+        elif _version(self._grads) != self._version:
+            tensors = [grad for given in self._grads for grad in given if grad is not None]
+            raise modified("input backward", "weight backward", *tensors)
 
     def _check_overwritten(self, num_nodes: int) -> None:
         if len(self._grads) != num_nodes:
@@ -95,6 +100,11 @@ class ParamGroup:
         """Drop all that the weight backward needed."""
         self._sources = None
         self._grads = self._arrived = []
+
+
+def _version(grads: list[Gradients]) -> int:
+    """Changes when any of the gradients is modified in place."""
+    return sum(grad._version for given in grads for grad in given if grad is not None)
 
 
 def _sum(grads: Gradients) -> Tensor | None:

@@ -99,9 +99,10 @@ def harvest(
 class _Graph:
     """All nodes that the roots lead to, but for accumulators; which are on the input side."""
 
-    __slots__ = ("_above_leaves", "_parents", "edges", "input_side")
+    __slots__ = ("_above_leaves", "_parents", "edges", "input_side", "inputs")
 
     def __init__(self, roots: Sequence[Node], inputs: set[Node]) -> None:
+        self.inputs = inputs
         self.edges = edges = dict[Node, Edges]()
         self._parents = parents = dict[Node, list[Node]]()
         self._above_leaves = above_leaves = dict[Node, None]()
@@ -201,10 +202,15 @@ class _Parameters:
 
 
 def _user(node: Node, graph: _Graph, params: _Parameters) -> User | None:
+    """The node as a user of parameters, if it is one."""
     uses: list[Use] = []
     used: list[Tensor] = []
+    is_passed = False  # The pass stops at an input that leads no further.
     for number, (child, output_nr) in enumerate(graph.edges[node]):
-        if child is None or child in graph.input_side:
+        if child is None:
+            continue
+        if child in graph.input_side or child in graph.inputs:
+            is_passed = True
             continue
         if (param := params.of(child)) is not None:
             uses.append(Use(number, param, False))
@@ -215,7 +221,9 @@ def _user(node: Node, graph: _Graph, params: _Parameters) -> User | None:
         elif below := params.below(child):
             uses.append(Use(number, GradientEdge(child, output_nr), False))
             used.extend(below)
-    return User(node, source_of(node, uses), used) if uses else None
+    if not uses:
+        return None
+    return User(node, source_of(node, uses) if is_passed else None, used)
 
 
 def _cluster_of(params: Sequence[Tensor], clusters: dict[int, Cluster]) -> Cluster:

@@ -20,13 +20,13 @@ class Plan(NamedTuple):
     urgent: Sequence[Tensor]
 
 
-def plan_for(roots: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Plan:
+def plan_for(
+    roots: Sequence[Tensor], inputs: Sequence[GradientEdge], weights: Sequence[Tensor]
+) -> Plan:
     """The plan that puts off all that can wait, for the graph from `roots` to `inputs`."""
     waiting: list[tuple[Cluster, list[Source]]] = []
     urgent: list[Tensor] = []
-    for cluster in harvest(
-        [gradient_edge(root) for root in roots], [gradient_edge(x) for x in inputs], weights
-    ):
+    for cluster in harvest([gradient_edge(root) for root in roots], inputs, weights):
         sources = cluster.sources()
         if sources is None:
             urgent += cluster.params.values()
@@ -53,32 +53,53 @@ def input_half(
     taps: Sequence[GradientEdge] = (),
 ) -> Halved:
     """Run the pass. The graph is released as far as the pass goes; no hook of a weight runs."""
-    users = [GradientEdge(user.node, 0) for cluster, _ in plan.waiting for user in cluster.users]
-    wanted: Any = [*inputs, *taps, *users, *plan.urgent]
+    wanted: Any = [*inputs, *taps, *plan.urgent]
     grads: Sequence[Tensor | None] = ()
-    if wanted:
-        with _hooks_put_off(plan.urgent):
+    with _watching(plan) as arrivals, _hooks_put_off(plan.urgent):
+        if wanted:
             grads = torch.autograd.grad(roots, wanted, root_grads, allow_unused=True)
-    first_tap, first_user = len(inputs), len(inputs) + len(taps)
-    first_urgent = first_user + len(users)
+    first_tap, first_urgent = len(inputs), len(inputs) + len(taps)
     return Halved(
         grads[:first_tap],
-        grads[first_tap:first_user],
+        grads[first_tap:first_urgent],
         grads[first_urgent:],
-        _waiting_groups(plan, grads[first_user:first_urgent], roots, root_grads),
+        _waiting_groups(plan, arrivals, roots, root_grads),
     )
+
+
+@contextmanager
+def _watching(plan: Plan) -> Iterator[list[list[Gradients]]]:
+    """Lists that take, for every user that can wait, the gradients that arrive there.
+
+    By pre-hooks: what the engine captures at a node is not yet changed by tensor hooks.
+    """
+    handles = []
+    arrivals: list[list[Gradients]] = []
+    for cluster, _ in plan.waiting:
+        for user in cluster.users:
+            arrival: list[Gradients] = []
+            handles.append(user.node.register_prehook(arrival.append))
+            arrivals.append(arrival)
+    try:
+        yield arrivals
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _waiting_groups(
     plan: Plan,
-    user_grads: Sequence[Tensor | None],
+    arrivals: list[list[Gradients]],
     roots: Sequence[Tensor],
     root_grads: Sequence[Tensor],
 ) -> list[ParamGroup]:
     groups = []
-    arriving = iter(user_grads)
+    remaining = iter(arrivals)
     for cluster, sources in plan.waiting:
-        grads: list[Gradients] = [(next(arriving),) for _ in sources]
+        grads: list[Gradients] = []
+        for _ in sources:
+            arrival = next(remaining)
+            grads.append(arrival[0] if arrival else ())
         for number in cluster.tails:
             sources.append(Passage(gradient_edge(roots[number])))
             grads.append((root_grads[number],))

@@ -79,8 +79,7 @@ class Call(NamedTuple):
             return torch.mm(x, weight.t())
         return torch.addmm(bias, x, weight.t())
 
-    def input_grad(self, grad: Tensor, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
+    def input_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         if self.geometry is not None:
             return self.geometry.backward(grad, x, weight, of_input=True)
         return grad.mm(weight)
@@ -119,7 +118,7 @@ class _Saving(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, sink: Sink
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight if weight.dtype is x.dtype else weight.to(x.dtype))
         ctx.call = call
         ctx.sink = sink
         return call.run(x)
@@ -128,16 +127,16 @@ class _Saving(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.sink.check_open()
-        x, _ = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         ctx.call.add_terms(grad, x, ctx.sink.terms)
-        dx = ctx.call.input_grad(grad, x) if ctx.needs_input_grad[0] else None
+        dx = ctx.call.input_grad(grad, x, weight) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None
 
 
 def deferring_forwards(root: nn.Module, sink: Sink) -> list[tuple[nn.Module, Forward]]:
     """Every leaf module under `root` that can put off its weight gradients, and how."""
     forwards: list[tuple[nn.Module, Forward]] = []
-    for module in _modules(root):
+    for module in dict.fromkeys(_modules(root)):
         if "forward" in module.__dict__:
             continue
         if type(module).forward is nn.Linear.forward:
@@ -167,13 +166,12 @@ def _linear(module: nn.Module, sink: Sink) -> Forward:
     original = module.forward
     params = module._parameters
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(input: Tensor) -> Tensor:
+        x = input
         call = Call.of(params, None)
         hooked = _are_saves_hooked()
         if call is None or not _can_defer(call, x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
-        if x.dim() == 2:
-            return _deferring(call, x, sink, hooked)
         out = _deferring(call, x.reshape(-1, x.shape[-1]), sink, hooked)
         return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -184,7 +182,8 @@ def _convolution(module: Any, sink: Sink) -> Forward:
     original = module.forward
     params = module._parameters
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(input: Tensor) -> Tensor:
+        x = input
         geometry = ConvolutionGeometry(
             module.stride,
             module.padding,
@@ -197,7 +196,8 @@ def _convolution(module: Any, sink: Sink) -> Forward:
         hooked = _are_saves_hooked()
         if call is None or x.dim() != call.weight.dim() or not _can_defer(call, x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
-        return _deferring(call, x, sink, hooked)
+        out = _deferring(call, x, sink, hooked)
+        return out.view_as(out)
 
     return forward
 
@@ -207,12 +207,18 @@ def _can_defer(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> boo
     weight = call.weight
     if not (weight.requires_grad and is_plain(weight) and is_plain(x) and torch.is_grad_enabled()):
         return False
-    if weight.is_complex():
+    if weight.is_complex() or not _agree(weight, x):
         return False
     return are_saves_hooked or (sink.taps is not None and x.requires_grad)
 
 
+def _agree(weight: Tensor, x: Tensor) -> bool:
+    """Whether the module would take `x`: it is of the weight's type, or autocast makes it so."""
+    return weight.dtype is x.dtype or torch.is_autocast_enabled(x.device.type)
+
+
 def _deferring(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Tensor:
+    """The call's output. Only a view of it may go out: its own node must get no user's hooks."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))

@@ -75,7 +75,7 @@ def settle(
             roots,  # type: ignore[arg-type]  # tensors and edges mix well; the stub says either
             root_grads,
             retain_graph=retain_graph,
-            inputs=leaves if leads_on else None,
+            inputs=[leaf for leaf in leaves if leaf.requires_grad] if leads_on else None,
         )
 
 

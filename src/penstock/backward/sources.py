@@ -19,6 +19,7 @@ from penstock.backward.terms import (
     SumTo,
     Term,
     convolution_bias,
+    modified,
 )
 
 Terms: TypeAlias = list[tuple[Target, Term]]
@@ -47,7 +48,7 @@ class Passage:
 class MatrixSource:
     """A node of `alpha * left @ right`, or of `beta * added + alpha * left @ right`."""
 
-    __slots__ = ("_alpha", "_beta", "_left", "_left_edge", "_right", "_uses")
+    __slots__ = ("_alpha", "_beta", "_left", "_left_edge", "_right", "_uses", "_version")
 
     def __init__(
         self,
@@ -62,8 +63,10 @@ class MatrixSource:
         self._right = right
         self._left_edge = left_edge
         self._alpha, self._beta = scales
+        self._version = _version(left, right)
 
     def add_terms(self, grad: Tensor, terms: Terms) -> None:
+        _check_version(self._version, self._left, self._right)
         for use in self._uses:
             terms.append((use.target, self._term(use, grad)))
 
@@ -85,7 +88,7 @@ class MatrixSource:
 class ConvolutionSource:
     """A node of a convolution; edge 1 is its weight, edge 2 its bias."""
 
-    __slots__ = ("_geometry", "_uses", "_weight", "_x")
+    __slots__ = ("_geometry", "_uses", "_version", "_weight", "_x")
 
     def __init__(
         self, uses: Sequence[Use], x: Tensor, weight: Tensor, geometry: ConvolutionGeometry
@@ -94,8 +97,10 @@ class ConvolutionSource:
         self._x = x
         self._weight = weight
         self._geometry = geometry
+        self._version = _version(x)
 
     def add_terms(self, grad: Tensor, terms: Terms) -> None:
+        _check_version(self._version, self._x)
         for use in self._uses:
             terms.append((use.target, self._term(use, grad)))
 
@@ -158,7 +163,7 @@ def _matrix_source(node: Any, uses: Sequence[Use], kind: _MatrixNode) -> Source 
 
 
 def _convolution_source(node: Any, uses: Sequence[Use]) -> Source | None:
-    if any(use.transposed for use in uses):
+    if any(use.edge == 0 or use.transposed for use in uses):
         return None
     x, weight = _saved(node, "input"), _saved(node, "weight")
     if x is None or weight is None:
@@ -180,6 +185,17 @@ def _saved(node: Any, name: str) -> Tensor | None:
         return None
     tensor: Tensor = getattr(node, "_saved_" + name).detach()
     return tensor if is_plain(tensor) and not tensor.is_complex() else None
+
+
+def _version(*tensors: Tensor | None) -> int:
+    """Changes when any of the tensors is modified in place."""
+    return sum(tensor._version for tensor in tensors if tensor is not None)
+
+
+def _check_version(version: int, *tensors: Tensor | None) -> None:
+    if version != _version(*tensors):
+        found = (tensor for tensor in tensors if tensor is not None)
+        raise modified("input backward", "weight backward", *found)
 
 
 def _shape(target: Target) -> Sequence[int]:
