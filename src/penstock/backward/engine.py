@@ -58,10 +58,12 @@ class SplitEngine:
                 outputs = self.module(*args, **kwargs)
         finally:
             self._sink.taps = None
+        inputs = tensors_in((args, kwargs))
+        outside = {x.grad_fn for x in inputs}
         for output in tensors_in(outputs):
-            if output.grad_fn is not None:
+            if output.grad_fn is not None and output.grad_fn not in outside:
                 output.grad_fn.register_prehook(self._refuse_direct_backward)
-        return ForwardPass(self, outputs, tensors_in((args, kwargs)), taps)
+        return ForwardPass(self, outputs, inputs, taps)
 
     def _refuse_direct_backward(self, _: Any) -> None:
         self._sink.check_open()

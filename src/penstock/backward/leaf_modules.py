@@ -8,7 +8,7 @@ the user wants to avoid; there the forward is an autograd Function which saves i
 the ordinary way and, in its backward, hands over the terms of the weight gradient.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -173,7 +173,11 @@ def _linear(module: nn.Module, sink: Sink) -> Forward:
         if call is None or not _can_defer(call, x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
         out = _deferring(call, x.reshape(-1, x.shape[-1]), sink, hooked)
-        return out.view(*x.shape[:-1], out.shape[-1])
+        shape = (*x.shape[:-1], out.shape[-1])
+        # A view just where the module's own output is one: hooks and in-place operations differ.
+        if x.dim() != 2 and call.bias is not None and x.is_contiguous():
+            return out.view(shape)
+        return _no_view(out, shape)
 
     return forward
 
@@ -197,7 +201,7 @@ def _convolution(module: Any, sink: Sink) -> Forward:
         if call is None or x.dim() != call.weight.dim() or not _can_defer(call, x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
         out = _deferring(call, x, sink, hooked)
-        return out.view_as(out)
+        return _no_view(out, out.shape)
 
     return forward
 
@@ -218,7 +222,7 @@ def _agree(weight: Tensor, x: Tensor) -> bool:
 
 
 def _deferring(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Tensor:
-    """The call's output. Only a view of it may go out: its own node must get no user's hooks."""
+    """The call's output; not to be handed out as it is, for its node must get no user's hooks."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
@@ -230,6 +234,12 @@ def _deferring(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Ten
     assert sink.taps is not None
     sink.taps.append(Tap(out.grad_fn, call, x.detach(), x._version))
     return out
+
+
+def _no_view(out: Tensor, shape: Sequence[int]) -> Tensor:
+    """`out` in another shape and by a node of its own, but for autograd not a view of it."""
+    result: Tensor = torch.ops.aten._unsafe_view.default(out, shape)
+    return result
 
 
 def _are_saves_hooked() -> bool:
