@@ -16,10 +16,15 @@ settings.register_profile(
     # How fast examples are drawn depends on the machine, and must not decide a test.
     suppress_health_check=[HealthCheck.too_slow],
 )
+_EXAMPLES = 500
+_wanted = int(os.environ.get("PENSTOCK_FUZZ_EXAMPLES", _EXAMPLES))
 settings.register_profile(
     "fuzz",
     parent=settings.get_profile("penstock"),
-    max_examples=int(os.environ.get("PENSTOCK_FUZZ_EXAMPLES", "500")),
+    max_examples=_wanted,
+    # A longer run is there to find what the usual examples do not: it draws new ones.
+    derandomize=_wanted <= _EXAMPLES,
+    print_blob=True,
 )
 settings.load_profile("penstock")
 

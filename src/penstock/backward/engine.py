@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.backward.functions import differentiable, explained, in_place_of
 from penstock.backward.harvest import gradient_edge
-from penstock.backward.input_half import Plan, input_half, plan_for
+from penstock.backward.input_half import Plan, hooks_put_off, input_half, plan_for
 from penstock.backward.leaf_modules import Sink, Tap, deferring_forwards
-from penstock.backward.settle import settle
+from penstock.backward.settle import settle, value_of
 from penstock.backward.sources import Terms
 from penstock.backward.structure import pair_with_grads, tensors_in
 from penstock.errors import BackwardError
@@ -99,12 +100,20 @@ class SplitEngine:
         return input_grads, terms
 
     def _settle(self, terms: Terms) -> None:
-        """Settle the terms, and those that leaf modules put off while that runs the graph."""
-        while terms:
-            late: Terms = []
-            with self._collecting(late):
-                settle(terms, self._params, signal_accumulators=self._signals)
-            terms = late
+        tails = [tail for tail in terms if isinstance(tail[0], GradientEdge)]
+        if tails:
+            terms = [term for term in terms if not isinstance(term[0], GradientEdge)]
+            self._run_on(tails, terms)
+        settle(terms, (), signal_accumulators=self._signals)
+
+    def _run_on(self, tails: Terms, terms: Terms) -> None:
+        """Run the graph where it was left, and add what it gives and what leaf modules put off."""
+        edges: Any = [edge for edge, _ in tails]
+        grads = [value_of(term) for _, term in tails]
+        params = [param for param in self._params if param.requires_grad]
+        with self._collecting(terms), hooks_put_off(params):
+            found = torch.autograd.grad(edges, params, grads, allow_unused=True)
+        terms += [(p, g) for p, g in zip(params, found, strict=True) if g is not None]
 
     @contextmanager
     def _collecting(self, terms: Terms) -> Iterator[None]:

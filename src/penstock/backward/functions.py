@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from penstock.backward.groups import ParamGroup
 from penstock.backward.harvest import gradient_edge
 from penstock.backward.input_half import arrived_group, input_half, plan_for
-from penstock.backward.settle import settle
+from penstock.backward.settle import settle, value_of
 from penstock.backward.sources import Terms
 from penstock.backward.structure import describe, pair_with_grads
 from penstock.errors import BackwardError
@@ -99,7 +100,7 @@ def stage_backward_weight(
     for group in param_groups:
         group.check(known)
         group.add_terms(terms)
-    with explained():
+    with explained(value_of(term) for edge, term in terms if isinstance(edge, GradientEdge)):
         settle(terms, weights, signal_accumulators=_reducers_may_wait(), retain_graph=retain_graph)
     if not retain_graph:
         for group in param_groups:
@@ -113,17 +114,19 @@ def _reducers_may_wait() -> bool:
 
 
 @contextmanager
-def explained(outputs: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Turn autograd's complaints about what cannot be run backward into errors of ours."""
+def explained(outputs: Iterable[Tensor]) -> Iterator[None]:
+    """Turn autograd's complaints about what cannot be run backward into errors of ours.
+
+    `outputs`: the stage outputs, or tensors like them, that the message is to describe.
+    """
     try:
         yield
     except RuntimeError as exc:
         if any(text in str(exc) for text in ("a second time", "already been freed")):
             shapes = ", ".join(describe(output) for output in outputs)
             raise BackwardError(
-                f"the graph of the stage outputs {f'({shapes}) ' if shapes else ''}has been "
-                "released by an earlier backward. A backward needs a forward of its own: run "
-                "the stage's forward again."
+                f"the graph of the stage outputs ({shapes}) has been released by an earlier "
+                "backward. A backward needs a forward of its own: run the stage's forward again."
             ) from exc
         if "use_reentrant=True" in str(exc):
             raise BackwardError(

@@ -55,7 +55,7 @@ def input_half(
     """Run the pass. The graph is released as far as the pass goes; no hook of a weight runs."""
     wanted: Any = [*inputs, *taps, *plan.urgent]
     grads: Sequence[Tensor | None] = ()
-    with _watching(plan) as arrivals, _hooks_put_off(plan.urgent):
+    with _watching(plan) as arrivals, hooks_put_off(plan.urgent):
         if wanted:
             grads = torch.autograd.grad(roots, wanted, root_grads, allow_unused=True)
     first_tap, first_urgent = len(inputs), len(inputs) + len(taps)
@@ -121,7 +121,7 @@ def arrived_group(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> l
 
 
 @contextmanager
-def _hooks_put_off(params: Sequence[Tensor]) -> Iterator[None]:
+def hooks_put_off(params: Sequence[Tensor]) -> Iterator[None]:
     """Take tensor hooks off the parameters: they belong to W, but the engine would run them now."""
     hooked = [(param, param._backward_hooks) for param in params if param._backward_hooks]
     for param, _ in hooked:

@@ -46,19 +46,19 @@ def settle(
         for target, term in terms:
             if type(target) is GradientEdge:
                 roots.append(target)
-                root_grads.append(_value(term))
+                root_grads.append(value_of(term))
                 continue
             assert isinstance(target, Tensor)
             grad = target.grad
             if not _adds_plainly(target, grad):
-                delivery.add(target, _value(term))
+                delivery.add(target, value_of(term))
                 continue
             if grad is None:  # [1]
                 target.grad = _first_grad(target, term)
             elif type(term) is MatrixProduct:
                 term.add_to(grad)
             else:
-                sums.add(grad, _value(term))
+                sums.add(grad, value_of(term))
             if signal_accumulators:
                 delivery.add(target, None)
         sums.run()
@@ -86,7 +86,7 @@ def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
     return type(param) in _PLAIN_TYPES and (grad is None or is_plain(grad))
 
 
-def _value(term: Term) -> Tensor:
+def value_of(term: Term) -> Tensor:
     return term if isinstance(term, Tensor) else term.value()
 
 

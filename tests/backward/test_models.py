@@ -1,0 +1,265 @@
+"""On every kind of stage, the split backward gives what plain autograd gives."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backward.case import Case, tally_of
+from backward.cases import CASES
+from backward.cases_runs import Block, Checkpointed
+from backward.mechanisms import MECHANISMS, AbstractPass, autograd, tensors_of
+from penstock.backward import SplitEngine
+
+# F forward, B full backward, I input half, W weight half; the number is the microbatch.
+SCHEDULES = {
+    "I then W": "F0 I0 W0",
+    "10 microbatches accumulated": " ".join(f"F{i} I{i} W{i}" for i in range(10)),
+    "4 in flight, W out of order": "F0 F1 F2 F3 I0 I1 I2 I3 W2 W0 W3 W1",
+    "F, I and W interleaved, I out of order": "F0 I0 F1 F2 I2 W0 I1 F3 W1 I3 W3 W2",
+    "full backward, and mixed with split ones": "F0 B0 F1 F2 I1 B2 W1",
+}
+
+Mechanism = Callable[[nn.Module], Callable[..., AbstractPass]]
+
+
+class Run(NamedTuple):
+    """What a run of a schedule left behind."""
+
+    stage: nn.Module
+    outputs: dict[str, list[Tensor]]
+    given: dict[str, list[Tensor]]
+    input_grads: dict[str, list[Tensor | None]]
+
+
+def seed(number: int) -> None:
+    """`torch.manual_seed` for the CPU alone, which is forty times as fast."""
+    torch.default_generator.manual_seed(number)
+
+
+def param_grads(stage: nn.Module) -> dict[str, Tensor | None]:
+    return {name: param.grad for name, param in stage.named_parameters()}
+
+
+def copies(grads: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if grad is None else grad.clone() for name, grad in grads.items()}
+
+
+def grads_for(outputs: Any, unused: frozenset[int]) -> Any:
+    """Random gradients that mirror the outputs; None for what gets none."""
+    numbers = iter(range(10**6))
+
+    def mirror(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            gets_one = next(numbers) not in unused and value.requires_grad
+            return torch.randn_like(value).detach() if gets_one else None
+        if isinstance(value, tuple | list):
+            return [mirror(item) for item in value]
+        if isinstance(value, dict):
+            return {key: mirror(item) for key, item in value.items()}
+        return None
+
+    return mirror(outputs)
+
+
+def run(case: Case, mechanism: Mechanism, schedule: str, *, with_loss: bool = False) -> Run:
+    """Run a schedule of microbatches, each from a seed of its own."""
+    seed(0)
+    stage = case.build()
+    forward = mechanism(stage)
+    passes: dict[str, AbstractPass] = {}
+    weight_halves: dict[str, Callable[[], object]] = {}
+    done = Run(stage, {}, {}, {})
+
+    def grads_of(mb: str) -> Any:
+        seed(2000 + int(mb))
+        grads = None if with_loss else grads_for(passes[mb].outputs, case.unused)
+        done.given[mb] = tensors_of(grads)
+        return grads
+
+    for action, mb in schedule.split():
+        match action:
+            case "F":
+                seed(1000 + int(mb))
+                args, kwargs = case.make_inputs(), case.make_kwargs()
+                with case.forward_context():
+                    passes[mb] = forward(args, kwargs)
+                done.outputs[mb] = [t.detach().clone() for t in tensors_of(passes[mb].outputs)]
+            case "B":
+                done.input_grads[mb] = list(passes[mb].backward(grads_of(mb)))
+                del passes[mb]
+            case "I":
+                before = copies(param_grads(stage))
+                grads, weight_halves[mb] = passes[mb].backward_input(grads_of(mb))
+                done.input_grads[mb] = list(grads)
+                del passes[mb]
+                if mechanism is not autograd:
+                    assert_same(case, before, param_grads(stage), exactly=True)
+            case "W":
+                weight_halves.pop(mb)()
+    return done
+
+
+@cache
+def plain_run(case: Case, schedule: str, *, with_loss: bool = False) -> Run:
+    """The run that all mechanisms are compared with."""
+    return run(case, autograd, schedule, with_loss=with_loss)
+
+
+def assert_same(case: Case, expected: Any, actual: Any, *, exactly: bool = False) -> None:
+    """Equal, None for None; sparse gradients may come with their rows in any order.
+
+    Not exact in general: W may add in another order than autograd, and adds a product to a
+    gradient in one fused operation.
+    """
+    if isinstance(expected, dict):
+        assert expected.keys() == actual.keys()
+        for key in expected:
+            try:
+                assert_same(case, expected[key], actual[key], exactly=exactly)
+            except AssertionError as error:
+                error.add_note(f"in {key!r}")
+                raise
+    elif isinstance(expected, list):
+        assert_same(case, dict(enumerate(expected)), dict(enumerate(actual)), exactly=exactly)
+    elif expected is None or actual is None:
+        assert expected is actual, f"expected {expected}, got {actual}"
+    else:
+        assert expected.layout is actual.layout
+        assert expected.dtype is actual.dtype
+        if expected.is_sparse:
+            expected, actual = expected.coalesce(), actual.coalesce()
+        elif torch.equal(expected, actual):  # which is faster to find out
+            return
+        rtol, atol = (0, 0) if exactly else (case.rtol, case.atol)
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def assert_runs_equal(case: Case, expected: Run, actual: Run) -> None:
+    # The forward and the input half run autograd's own operations, in its order.
+    assert_same(case, expected.outputs, actual.outputs, exactly=True)
+    # What the caller gave or got is still as it was: no gradient is added into it.
+    assert_same(case, expected.given, actual.given, exactly=True)
+    assert_same(case, expected.input_grads, actual.input_grads, exactly=True)
+    assert_same(case, param_grads(expected.stage), param_grads(actual.stage))
+    # Running statistics see the same activations in the same order.
+    assert_same(case, dict(expected.stage.named_buffers()), dict(actual.stage.named_buffers()))
+    # A Python Function's backward, and a checkpoint's recomputation, run as often as in
+    # plain autograd: once in I and W together.
+    assert tally_of(expected.stage) == tally_of(actual.stage)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_equal_plain_autograd(case: Case, mechanism: Mechanism, schedule: str) -> None:
+    expected = plain_run(case, SCHEDULES[schedule])
+    actual = run(case, mechanism, SCHEDULES[schedule])
+    assert_runs_equal(case, expected, actual)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_of_a_loss_equal_plain_autograd(case: Case, mechanism: Mechanism) -> None:
+    schedule = "F0 I0 W0 F1 B1"
+    expected = plain_run(case, schedule, with_loss=True)
+    actual = run(case, mechanism, schedule, with_loss=True)
+    assert_runs_equal(case, expected, actual)
+
+
+def test_case_names_are_unique() -> None:
+    assert len(CASES) == len({case.name for case in CASES})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case_has_a_gradient_to_compare(case: Case) -> None:
+    done = plain_run(case, SCHEDULES["I then W"])
+    grads = [*param_grads(done.stage).values(), *done.input_grads["0"]]
+    assert any(grad is not None for grad in grads)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_checkpointed_blocks_are_recomputed_once_in_both_halves_together(
+    mechanism: Mechanism,
+) -> None:
+    stage = nn.Sequential(*(Checkpointed(Block(8)) for _ in range(4)))
+    one = mechanism(stage)((torch.randn(2, 5, 8, requires_grad=True),), {})
+    forwards = 4
+    assert {"forward": forwards} == tally_of(stage)
+    _, weight_half = one.backward_input(torch.randn(2, 5, 8))
+    assert {"forward": forwards + 4} == tally_of(stage)
+    weight_half()
+    assert {"forward": forwards + 4} == tally_of(stage)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_gradients_are_right_for_a_loss_that_uses_parameters_itself(mechanism: Mechanism) -> None:
+    expected, actual = nn.Linear(4, 3), nn.Linear(4, 3)
+    actual.load_state_dict(expected.state_dict())
+    forward = mechanism(actual)
+    for number in range(3):
+        x, ref_x = (torch.full((2, 4), number + 0.5, requires_grad=True) for _ in range(2))
+        (expected(ref_x).sum() + expected.weight.square().sum()).backward()
+        one = forward((x,), {})
+        loss = one.outputs.sum() + actual.weight.square().sum()
+        (x_grad,), weight_half = one.backward_input_of(loss)
+        weight_half()
+        torch.testing.assert_close(x_grad, ref_x.grad)
+        torch.testing.assert_close(actual.weight.grad, expected.weight.grad)
+        torch.testing.assert_close(actual.bias.grad, expected.bias.grad)
+
+
+def test_engine_refuses_an_input_that_the_module_refuses() -> None:
+    layer = nn.Linear(4, 3)
+    x = torch.randn(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        layer(x)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        SplitEngine(layer).forward(x)
+
+
+class SplitNode(torch.autograd.Function):
+    """A node whose value is a stage's output, and whose backward is the split one.
+
+    The stage runs anew in each backward, since gradcheck runs several from one forward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mechanism: Mechanism, stage: nn.Module, x: Tensor, *_: Tensor) -> Tensor:
+        ctx.mechanism, ctx.stage, ctx.x = mechanism, stage, x.detach().clone()
+        return stage(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        params = list(ctx.stage.parameters())
+        for param in params:
+            param.grad = None
+        with torch.enable_grad():
+            one = ctx.mechanism(ctx.stage)((ctx.x.clone().requires_grad_(),), {})
+        (x_grad,), weight_half = one.backward_input(grad)
+        weight_half()
+        return None, None, x_grad, *(param.grad for param in params)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (3, 3)),
+        (lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), (2, 2, 4)),
+        (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Conv1d(3, 2, 1)), (2, 2, 4)),
+        (lambda: Checkpointed(nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2))), (2, 3)),
+    ],
+    ids=["MLP", "linear on 3-D input", "conv1d", "checkpointed MLP"],
+)
+def test_gradcheck_passes_in_float64(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], mechanism: Mechanism
+) -> None:
+    stage = make().double()
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *inputs: SplitNode.apply(mechanism, stage, *inputs), (x, *stage.parameters())
+    )
