@@ -75,15 +75,18 @@ class SplitEngine:
         root_grads: Sequence[Tensor],
         inputs: Sequence[Tensor],
         taps: Sequence[Tap],
-    ) -> tuple[Sequence[Tensor | None], Terms]:
-        """The inputs' gradients and the terms of the weights, in one engine pass."""
+    ) -> tuple[Sequence[Tensor | None], tuple[Terms, Terms]]:
+        """The inputs' gradients, and in one engine pass the weights' terms and tails.
+
+        Tails are terms that go to a place in the graph, which W will run from there.
+        """
         params = [param for param in self._params if param.requires_grad]
         edges = [GradientEdge(tap.node, 0) for tap in taps]
         plan = Plan([], params)
         if self._must_walk and inputs:
             # What leads to a tap runs in this pass and is released, so it cannot wait.
             plan = plan_for(roots, [*map(gradient_edge, inputs), *edges], params)
-            self._must_walk = any(cluster.users for cluster, _ in plan.waiting)
+            self._must_walk = bool(plan.waiting)
         terms: Terms = []
         with self._collecting(terms), explained(roots):
             input_grads, tap_grads, urgent_grads, groups = input_half(
@@ -95,14 +98,15 @@ class SplitEngine:
         for param, grad in zip(plan.urgent, urgent_grads, strict=True):
             if grad is not None:
                 terms.append((param, grad))
+        found: Terms = []
         for group in groups:
-            group.add_terms(terms)
-        return input_grads, terms
+            group.add_terms(found)
+        tails = [term for term in found if isinstance(term[0], GradientEdge)]
+        terms += [term for term in found if not isinstance(term[0], GradientEdge)]
+        return input_grads, (terms, tails)
 
-    def _settle(self, terms: Terms) -> None:
-        tails = [tail for tail in terms if isinstance(tail[0], GradientEdge)]
+    def _settle(self, terms: Terms, tails: Terms) -> None:
         if tails:
-            terms = [term for term in terms if not isinstance(term[0], GradientEdge)]
             self._run_on(tails, terms)
         settle(terms, (), signal_accumulators=self._signals)
 
@@ -167,12 +171,12 @@ class ForwardPass:
         self._taps = []
         if not inputs:
 
-            def whole_backward() -> Terms:
+            def whole_backward() -> tuple[Terms, Terms]:
                 return engine._input_half(roots, root_grads, (), taps)[1]
 
             return (None,) * len(self.inputs), PendingWeights(engine, whole_backward)
-        grads, terms = engine._input_half(roots, root_grads, inputs, taps)
-        pending = PendingWeights(engine, lambda: terms)
+        grads, work = engine._input_half(roots, root_grads, inputs, taps)
+        pending = PendingWeights(engine, lambda: work)
         return in_place_of(self.inputs, inputs, grads), pending
 
     def backward(self, output_grads: Any = None, *, loss: Any = None) -> InputGrads:
@@ -202,19 +206,19 @@ class ForwardPass:
 class PendingWeights:
     """What an input backward left to be done. Run it once, at any later time."""
 
-    def __init__(self, engine: SplitEngine, terms: Callable[[], Terms]) -> None:
+    def __init__(self, engine: SplitEngine, work: Callable[[], tuple[Terms, Terms]]) -> None:
         self._engine = engine
-        self._terms: Callable[[], Terms] | None = terms
+        self._work: Callable[[], tuple[Terms, Terms]] | None = work
 
     def run(self) -> None:
         """Add the weight gradients to the parameters' `.grad`, run hooks, free everything."""
-        if self._terms is None:
+        if self._work is None:
             raise BackwardError(
                 "this weight backward has run already. Run each PendingWeights once: every "
                 "backward_input() returns one of its own."
             )
-        terms, self._terms = self._terms, None
-        self._engine._settle(terms())
+        work, self._work = self._work, None
+        self._engine._settle(*work())
 
 
 def _is_held(param: Tensor) -> bool:

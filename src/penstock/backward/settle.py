@@ -44,11 +44,10 @@ def settle(
     root_grads: list[Tensor] = []
     with torch.no_grad():
         for target, term in terms:
-            if type(target) is GradientEdge:
+            if isinstance(target, GradientEdge):
                 roots.append(target)
                 root_grads.append(value_of(term))
                 continue
-            assert isinstance(target, Tensor)
             grad = target.grad
             if not _adds_plainly(target, grad):
                 delivery.add(target, value_of(term))
