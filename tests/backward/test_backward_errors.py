@@ -381,11 +381,15 @@ on_products = pytest.mark.parametrize(("build", "shape"), PRODUCTS.values(), ids
 
 @on_both
 @on_products
+@pytest.mark.parametrize("has_grad", [False, True])
 def test_activation_modified_between_the_halves_is_found(
-    build: Any, shape: tuple[int, ...], mechanism: Mechanism
+    build: Any, shape: tuple[int, ...], has_grad: bool, mechanism: Mechanism
 ) -> None:
+    model = build()
+    if has_grad:
+        model.weight.grad = torch.zeros_like(model.weight)
     x = torch.randn(shape, requires_grad=True)
-    _, weight_half = mechanism(build())((x,), {}).backward_input(torch.ones(shape))
+    _, weight_half = mechanism(model)((x,), {}).backward_input(torch.ones(shape))
     with torch.no_grad():
         x.add_(1)
     with pytest.raises(BackwardError, match=MODIFIED):

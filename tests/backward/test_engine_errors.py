@@ -88,8 +88,8 @@ def test_backward_directly_on_the_engines_outputs_is_refused(
 # Exceptions of the user's own.
 
 
-class Mistake(ValueError):
-    """What a user's function raises."""
+class Mistake(RuntimeError):
+    """What a user's function raises; of the type that autograd's own errors have."""
 
 
 class Failing(torch.autograd.Function):
