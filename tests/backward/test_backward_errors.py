@@ -368,8 +368,8 @@ def test_weights_of_another_module_are_rejected() -> None:
 # [5] Tensors that were modified too early.
 
 MODIFIED = (
-    r"^a tensor of shape .* that the weight backward needs was modified in place after the input "
-    r"backward\. .* give each microbatch its own buffers"
+    r"^an activation or gradient of shape .* that the weight backward needs was modified in place "
+    r"after the input backward\. .* give each microbatch buffers of its own"
 )
 PRODUCTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(4, 4, bias=False), (3, 4)),
@@ -427,8 +427,8 @@ def test_engine_finds_an_activation_modified_before_the_input_half() -> None:
         x.add_(1)
     with pytest.raises(
         BackwardError,
-        match=r"^a tensor of shape \(3, 4\) that the input backward needs was modified in place "
-        "after the forward",
+        match=r"^an activation or gradient of shape \(3, 4\) that the input backward needs was "
+        "modified in place after the forward",
     ):
         forward.backward_input(GRAD)
 

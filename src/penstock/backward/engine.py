@@ -6,19 +6,26 @@ It controls the forward too, so most weight gradients never enter the graph (see
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.parameter import is_lazy
 
-from penstock.backward.functions import differentiable, explained, in_place_of
+from penstock.backward.groups import ParamGroup
 from penstock.backward.harvest import gradient_edge
-from penstock.backward.input_half import Plan, hooks_put_off, input_half, plan_for
+from penstock.backward.input_half import Plan, plan_for, run_input_half
 from penstock.backward.leaf_modules import Sink, Tap, deferring_forwards
-from penstock.backward.settle import settle, value_of
-from penstock.backward.sources import Terms
-from penstock.backward.structure import pair_with_grads, tensors_in
+from penstock.backward.settle import carry_on, settle
+from penstock.backward.sources import Work
+from penstock.backward.structure import (
+    differentiable,
+    pair_with_grads,
+    spread_over,
+    tensors_in,
+)
+from penstock.backward.terms import Unmodified
+from penstock.backward.translate import translated
 from penstock.errors import BackwardError
 
 InputGrads: TypeAlias = tuple[Tensor | None, ...]
@@ -28,9 +35,10 @@ class SplitEngine:
     """Prepares a stage's module once; then runs forwards whose backward comes in two halves.
 
     The module itself stays as it is: what the engine changes is in force only while one
-    of its calls runs. Prepare the engine after wrapping the module (DDP, say), and run
-    the module through it alone.
+    of its calls runs. Prepare the engine when the module is complete: wrapped (DDP, say),
+    lazy modules initialised. The first forward is checked more closely than later ones.
 
+        >>> import torch
         >>> engine = SplitEngine(torch.nn.Linear(2, 2))
         >>> x = torch.randn(3, 2, requires_grad=True)
         >>> forward = engine.forward(x)
@@ -43,120 +51,146 @@ class SplitEngine:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        for name, param in module.named_parameters():
+            if is_lazy(param):
+                raise BackwardError(
+                    f"parameter {name} is lazy and has no shape yet; expected parameters that "
+                    "are initialised. Run the module once before preparing the engine."
+                )
         self.module = module
         self._sink = Sink()
         self._forwards = deferring_forwards(module, self._sink)
-        self._params = list(module.parameters())
-        self._signals = any(_is_held(param) for param in self._params if param.requires_grad)
+        # Live: a parameter that is replaced is found, at less cost than module.parameters().
+        self._parameters = [m._parameters for m in module.modules() if m._parameters]
+        self._signals = any(_is_held(param) for param in self._trainable())
         self._must_walk = True
 
     def forward(self, *args: Any, **kwargs: Any) -> "ForwardPass":
         """Run the module. The returned pass holds the outputs and runs their backward."""
         taps: list[Tap] = []
-        self._sink.taps = taps
+        token = object()
+        self._sink.taps, self._sink.owner = taps, token
         try:
-            with self._deferring():
+            with self._patched():
                 outputs = self.module(*args, **kwargs)
         finally:
-            self._sink.taps = None
+            self._sink.taps = self._sink.owner = None
+        self._sink.is_wary = False
         inputs = tensors_in((args, kwargs))
         outside = {x.grad_fn for x in inputs}
         for output in tensors_in(outputs):
             if output.grad_fn is not None and output.grad_fn not in outside:
-                output.grad_fn.register_prehook(self._refuse_direct_backward)
-        return ForwardPass(self, outputs, inputs, taps)
+                output.grad_fn.register_prehook(self._sink.refusal_unless(token))
+        return ForwardPass(self, outputs, inputs, taps, token)
 
-    def _refuse_direct_backward(self, _: Any) -> None:
-        self._sink.check_open()
+    def _trainable(self) -> list[Tensor]:
+        found = (param for params in self._parameters for param in params.values())
+        return list({id(p): p for p in found if p is not None and p.requires_grad}.values())
 
     def _input_half(
         self,
         roots: Sequence[Tensor],
         root_grads: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        taps: Sequence[Tap],
-    ) -> tuple[Sequence[Tensor | None], tuple[Terms, Terms]]:
-        """The inputs' gradients, and in one engine pass the weights' terms and tails.
-
-        Tails are terms that go to a place in the graph, which W will run from there.
-        """
-        params = [param for param in self._params if param.requires_grad]
+        taps: list[Tap],
+        token: object,
+    ) -> tuple[Sequence[Tensor | None], "_Remainder"]:
+        """The inputs' gradients and what W has to do, by one engine pass."""
+        params = self._trainable()
         edges = [GradientEdge(tap.node, 0) for tap in taps]
-        plan = Plan([], params)
+        plan = Plan((), params)
         if self._must_walk and inputs:
             # What leads to a tap runs in this pass and is released, so it cannot wait.
             plan = plan_for(roots, [*map(gradient_edge, inputs), *edges], params)
             self._must_walk = bool(plan.waiting)
-        terms: Terms = []
-        with self._collecting(terms), explained(roots):
-            input_grads, tap_grads, urgent_grads, groups = input_half(
+        work = Work([], [])
+        with self._collecting(work, token), translated(roots):
+            input_grads, tap_grads, urgent_grads, groups = run_input_half(
                 plan, roots, root_grads, inputs, edges
             )
+        needed = [t for _, term in work.terms if not isinstance(term, Tensor) for t in term.tensors]
         for tap, grad in zip(taps, tap_grads, strict=True):
             if grad is not None:
-                tap.add_terms(grad, terms)
+                needed += (tap.x, grad)
+                tap.add_terms(grad, work.terms)
         for param, grad in zip(plan.urgent, urgent_grads, strict=True):
             if grad is not None:
-                terms.append((param, grad))
-        found: Terms = []
+                needed.append(grad)
+                work.terms.append((param, grad))
+        return input_grads, _Remainder(work, groups, Unmodified(needed))
+
+    def _settle(self, remainder: "_Remainder", token: object) -> None:
+        """Do what is left: the weight half."""
+        work, groups, unmodified = remainder
+        unmodified.check()
+        params = self._trainable()
+        known = set(map(id, params))
         for group in groups:
-            group.add_terms(found)
-        tails = [term for term in found if isinstance(term[0], GradientEdge)]
-        terms += [term for term in found if not isinstance(term[0], GradientEdge)]
-        return input_grads, (terms, tails)
-
-    def _settle(self, terms: Terms, tails: Terms) -> None:
-        if tails:
-            self._run_on(tails, terms)
-        settle(terms, (), signal_accumulators=self._signals)
-
-    def _run_on(self, tails: Terms, terms: Terms) -> None:
-        """Run the graph where it was left, and add what it gives and what leaf modules put off."""
-        edges: Any = [edge for edge, _ in tails]
-        grads = [value_of(term) for _, term in tails]
-        params = [param for param in self._params if param.requires_grad]
-        with self._collecting(terms), hooks_put_off(params):
-            found = torch.autograd.grad(edges, params, grads, allow_unused=True)
-        terms += [(p, g) for p, g in zip(params, found, strict=True) if g is not None]
+            group.check(known)
+            group.add_work(work)
+        if work.tails:
+            # This runs some of the graph, in which leaf modules may put off terms of their own.
+            with self._collecting(work, token):
+                work.terms.extend(carry_on(work.tails, params))
+        settle(work.terms, signal_accumulators=self._signals)
 
     @contextmanager
-    def _collecting(self, terms: Terms) -> Iterator[None]:
-        """Let a backward run: leaf modules add to `terms` what they put off."""
-        self._sink.terms = terms
+    def _collecting(self, work: Work, token: object) -> Iterator[None]:
+        """Let a pass's backward run: leaf modules add to `work` what they put off."""
+        self._sink.terms, self._sink.owner = work.terms, token
         try:
-            with self._deferring():
+            with self._patched():
                 yield
         finally:
-            self._sink.terms = None
+            self._sink.terms = self._sink.owner = None
 
     @contextmanager
-    def _deferring(self) -> Iterator[None]:
+    def _patched(self) -> Iterator[None]:
         """Let leaf modules put off their weight gradients, here and in recomputations."""
+        patched = []
         for module, forward in self._forwards:
-            module.__dict__["forward"] = forward
+            if "forward" not in module.__dict__:  # The user's own patch comes first.
+                module.__dict__["forward"] = forward
+                patched.append(module)
         try:
             yield
         finally:
-            for module, _ in self._forwards:
+            for module in patched:
                 del module.__dict__["forward"]
+
+
+class _Remainder(NamedTuple):
+    """What an input half leaves to do, if nobody writes to what it needs."""
+
+    work: Work
+    groups: list[ParamGroup]
+    unmodified: Unmodified
+
+    def is_empty(self) -> bool:
+        return not (self.work.terms or self.work.tails or self.groups)
 
 
 class ForwardPass:
     """One microbatch's forward: its outputs, and its backward, which can be run once.
 
     `outputs` is what the module returned; `inputs` lists the tensors it was given, in
-    order, nested ones and keyword arguments included. The backward must be run from here:
-    the graph of the outputs alone does not lead to the weights.
+    order: those in tuples, lists, dicts and keyword arguments included. The backward must
+    be run from here: the graph of the outputs alone does not lead to the weights.
     """
 
     def __init__(
-        self, engine: SplitEngine, outputs: Any, inputs: list[Tensor], taps: list[Tap]
+        self,
+        engine: SplitEngine,
+        outputs: Any,
+        inputs: list[Tensor],
+        taps: list[Tap],
+        token: object,
     ) -> None:
         self.outputs = outputs
         self.inputs = inputs
         self._engine = engine
-        self._taps = taps
-        self._is_done = False
+        self._taps: list[Tap] | None = taps
+        self._token = token
 
     def backward_input(
         self, output_grads: Any = None, *, loss: Any = None
@@ -164,20 +198,39 @@ class ForwardPass:
         """The input half: gradients of `inputs`, and the weight half, pending.
 
         Give either `output_grads`, which mirrors the outputs (None for an output that
-        nobody used), or the `loss` that was computed from the outputs.
+        nobody used), or the `loss` that was computed from the outputs. If no input needs
+        a gradient nothing is urgent: all is left to the weight half, the graph included.
         """
-        roots, root_grads = self._start(output_grads, loss)
-        engine, inputs, taps = self._engine, differentiable(self.inputs), self._taps
-        self._taps = []
+        if (output_grads is None) == (loss is None):
+            raise BackwardError(
+                f"got {'neither output_grads nor' if loss is None else 'both output_grads and'} "
+                "a loss; expected one of them. Give output_grads in the middle of a pipeline, "
+                "the loss on its last stage."
+            )
+        if self._taps is None:
+            raise BackwardError(
+                "the backward of this forward pass has run already, and its graph is released. "
+                "Run the engine's forward again."
+            )
+        roots, root_grads = pair_with_grads(self.outputs if loss is None else loss, output_grads)
+        engine, token, inputs = self._engine, self._token, differentiable(self.inputs)
+        taps = self._taps
+        self._taps = self.outputs = None
         if not inputs:
 
-            def whole_backward() -> tuple[Terms, Terms]:
-                return engine._input_half(roots, root_grads, (), taps)[1]
+            def run_all() -> None:
+                _, remainder = engine._input_half(roots, root_grads, (), taps, token)
+                engine._settle(remainder, token)
 
-            return (None,) * len(self.inputs), PendingWeights(engine, whole_backward)
-        grads, work = engine._input_half(roots, root_grads, inputs, taps)
-        pending = PendingWeights(engine, lambda: work)
-        return in_place_of(self.inputs, inputs, grads), pending
+            return (None,) * len(self.inputs), PendingWeights(run_all)
+        grads, remainder = engine._input_half(roots, root_grads, inputs, taps, token)
+        if loss is not None and remainder.is_empty() and not any(g is not None for g in grads):
+            raise BackwardError(
+                "the loss does not depend on any input or weight of this forward pass. Expected "
+                "a loss computed from its own outputs; pass it to the ForwardPass it came from."
+            )
+        pending = PendingWeights(lambda: engine._settle(remainder, token))
+        return spread_over(self.inputs, inputs, grads), pending
 
     def backward(self, output_grads: Any = None, *, loss: Any = None) -> InputGrads:
         """The full backward: both halves, one after the other."""
@@ -185,30 +238,12 @@ class ForwardPass:
         pending.run()
         return input_grads
 
-    def _start(self, output_grads: Any, loss: Any) -> tuple[list[Tensor], list[Tensor]]:
-        if (output_grads is None) == (loss is None):
-            raise BackwardError(
-                f"got {'neither output_grads nor' if loss is None else 'both output_grads and'} "
-                "a loss; expected one of them. Give output_grads in the middle of a pipeline, "
-                "the loss on its last stage."
-            )
-        if self._is_done:
-            raise BackwardError(
-                "the backward of this forward pass has run already, and its graph is released. "
-                "Run the engine's forward again."
-            )
-        pairs = pair_with_grads(self.outputs if loss is None else loss, output_grads)
-        self._is_done = True
-        self.outputs = None
-        return pairs
-
 
 class PendingWeights:
     """What an input backward left to be done. Run it once, at any later time."""
 
-    def __init__(self, engine: SplitEngine, work: Callable[[], tuple[Terms, Terms]]) -> None:
-        self._engine = engine
-        self._work: Callable[[], tuple[Terms, Terms]] | None = work
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
 
     def run(self) -> None:
         """Add the weight gradients to the parameters' `.grad`, run hooks, free everything."""
@@ -218,17 +253,17 @@ class PendingWeights:
                 "backward_input() returns one of its own."
             )
         work, self._work = self._work, None
-        self._engine._settle(*work())
+        work()
 
 
 def _is_held(param: Tensor) -> bool:
     """Whether someone keeps the parameter's accumulator, as those who put hooks on it must."""
     mark = "penstock.backward"
-    _metadata(param)[mark] = True
-    return mark in _metadata(param)
+    _notes_on(param)[mark] = True
+    return _notes_on(param).pop(mark, False)
 
 
-def _metadata(param: Tensor) -> dict[Any, Any]:
+def _notes_on(param: Tensor) -> dict[str, bool]:
     """The notes that anyone may leave on the parameter's accumulator; they die with it."""
-    metadata: dict[Any, Any] = gradient_edge(param).node.metadata  # type: ignore[assignment]  # a property
-    return metadata
+    notes: dict[str, bool] = gradient_edge(param).node.metadata  # type: ignore[assignment]  # a property
+    return notes

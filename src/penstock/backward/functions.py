@@ -4,20 +4,19 @@ They work on any graph that autograd built, with no preparation of the module. A
 that controls the forward as well is served faster by `SplitEngine`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from penstock.backward.groups import ParamGroup
 from penstock.backward.harvest import gradient_edge
-from penstock.backward.input_half import arrived_group, input_half, plan_for
-from penstock.backward.settle import settle, value_of
-from penstock.backward.sources import Terms
-from penstock.backward.structure import describe, pair_with_grads
+from penstock.backward.input_half import arrived_group, plan_for, run_input_half
+from penstock.backward.settle import carry_on, settle
+from penstock.backward.sources import Work
+from penstock.backward.structure import describe, differentiable, pair_with_grads, spread_over
+from penstock.backward.translate import translated
 from penstock.errors import BackwardError
 
 
@@ -28,7 +27,8 @@ def stage_backward(
 
     `stage_output` may nest tuples, lists and dicts, and `output_grads` mirrors it; None
     for the whole of `output_grads` means that the outputs are losses. Values of
-    `input_values` that are no tensors, or need no gradient, get None.
+    `input_values` that are no tensors, or need no gradient, get None; the `.grad` of the
+    others is cleared.
 
         >>> layer = torch.nn.Linear(2, 2)
         >>> x = torch.randn(3, 2, requires_grad=True)
@@ -42,13 +42,13 @@ def stage_backward(
         x.grad = None
         if not x.is_leaf:
             x.retain_grad()
-    with explained(roots):
+    with translated(roots):
         if roots:
             torch.autograd.backward(roots, root_grads)
     grads = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
-    return in_place_of(input_values, inputs, grads)
+    return spread_over(input_values, inputs, grads)
 
 
 def stage_backward_input(
@@ -75,15 +75,21 @@ def stage_backward_input(
     roots, root_grads = pair_with_grads(stage_outputs_or_loss, output_grads)
     inputs = differentiable(input_values)
     trainable = [weight for weight in weights if weight.requires_grad]
-    with explained(roots):
+    for weight in trainable:
+        if not weight.is_leaf:
+            raise BackwardError(
+                f"weights holds a tensor {describe(weight)} that was computed from others; "
+                "expected parameters, which are leaves. Pass module.parameters()."
+            )
+    with translated(roots):
         plan = plan_for(roots, [gradient_edge(x) for x in inputs], trainable)
-        grads, _, urgent_grads, groups = input_half(plan, roots, root_grads, inputs)
+        grads, _, urgent_grads, groups = run_input_half(plan, roots, root_grads, inputs)
         groups += arrived_group(plan.urgent, urgent_grads)
     for x, grad in zip(inputs, grads, strict=True):
         if grad is not None:
             before = x.grad if x.is_leaf or x.retains_grad else None
             x.grad = grad if before is None else before + grad
-    return in_place_of(input_values, inputs, grads), groups
+    return spread_over(input_values, inputs, grads), groups
 
 
 def stage_backward_weight(
@@ -96,54 +102,21 @@ def stage_backward_weight(
     """
     weights = list(weights)
     known = set(map(id, weights))
-    terms: Terms = []
+    work = Work([], [])
     for group in param_groups:
         group.check(known)
-        group.add_terms(terms)
-    with explained(value_of(term) for edge, term in terms if isinstance(edge, GradientEdge)):
-        settle(terms, weights, signal_accumulators=_reducers_may_wait(), retain_graph=retain_graph)
-    if not retain_graph:
-        for group in param_groups:
+    for group in param_groups:
+        group.add_work(work)
+        if not retain_graph:
             group.release()
+    terms, tails = work
+    if tails:
+        with translated(grad for _, grad in tails if isinstance(grad, Tensor)):
+            terms += carry_on(tails, weights, retain_graph=retain_graph)
+    settle(terms, signal_accumulators=_reducers_may_wait())
     return tuple(weight.grad for weight in weights)
 
 
 def _reducers_may_wait() -> bool:
     """Whether a data-parallel reducer may have put hooks on accumulators, which nobody can see."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-@contextmanager
-def explained(outputs: Iterable[Tensor]) -> Iterator[None]:
-    """Turn autograd's complaints about what cannot be run backward into errors of ours.
-
-    `outputs`: the stage outputs, or tensors like them, that the message is to describe.
-    """
-    try:
-        yield
-    except RuntimeError as exc:
-        if any(text in str(exc) for text in ("a second time", "already been freed")):
-            shapes = ", ".join(describe(output) for output in outputs)
-            raise BackwardError(
-                f"the graph of the stage outputs ({shapes}) has been released by an earlier "
-                "backward. A backward needs a forward of its own: run the stage's forward again."
-            ) from exc
-        if "use_reentrant=True" in str(exc):
-            raise BackwardError(
-                "the stage uses torch.utils.checkpoint with use_reentrant=True, whose backward "
-                "cannot be split. Pass use_reentrant=False."
-            ) from exc
-        raise
-
-
-def differentiable(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors among the values that require gradients, each once."""
-    found = (value for value in values if isinstance(value, Tensor) and value.requires_grad)
-    return list(dict.fromkeys(found))
-
-
-def in_place_of(
-    values: Sequence[Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    grad_of = dict(zip(inputs, grads, strict=True))
-    return tuple(grad_of.get(value) if isinstance(value, Tensor) else None for value in values)

@@ -1,55 +1,62 @@
 """Parameter groups: what an input backward leaves for the weight backward to do."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from penstock.backward.sources import Source, Terms
+from penstock.backward.sources import Source, Work
 from penstock.backward.structure import describe
-from penstock.backward.terms import modified
+from penstock.backward.terms import Unmodified
 from penstock.errors import BackwardError
 
 Gradients: TypeAlias = Sequence[Tensor | None]
 
 
-class ParamGroup:
+class ParamGroup(Mapping[str, Any]):
     """Parameters that get their gradients together, from the nodes that use them.
 
-    `group["params"]` lists the parameters. `group["grads"]` holds, for each node, a tuple
-    of the gradients that arrived there; it may be overwritten before the weight backward.
-    Several gradients in one tuple are summed; None stands for zero.
+    `group["params"]` lists the parameters. `group["grads"]` is a list that holds, for each
+    node, a tuple of the gradients that arrived there; it may be overwritten, whole or in
+    part, before the weight backward. Several gradients in one tuple are summed; None
+    stands for zero.
     """
 
-    __slots__ = ("_arrived", "_grads", "_params", "_sources", "_version")
+    __slots__ = ("_arrived", "_grads", "_params", "_sources", "_unmodified")
 
     def __init__(
-        self, params: Mapping[int, Tensor], sources: Sequence[Source], grads: list[Gradients]
+        self, params: Mapping[int, Tensor], sources: Sequence[Source], arrived: Sequence[Gradients]
     ) -> None:
         self._params = params
         self._sources: Sequence[Source] | None = sources
-        self._arrived = grads
-        self._grads = grads
-        self._version = _version(grads)
+        self._arrived = arrived
+        self._grads = list(arrived)
+        needed = [grad for given in arrived for grad in given if grad is not None]
+        for source in sources:
+            needed += source.saved
+        self._unmodified = Unmodified(needed)
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(param.shape)) for param in self._params.values())
         state = "done" if self._sources is None else "pending"
         return f"ParamGroup(params of shapes {shapes}; {state})"
 
-    def keys(self) -> tuple[str, ...]:
-        return ("params", "grads")
+    def __iter__(self) -> Iterator[str]:
+        return iter(("params", "grads"))
+
+    def __len__(self) -> int:
+        return 2
 
     def __getitem__(self, key: str) -> Any:
         if key == "grads":
             return self._grads
         if key == "params":
             return list(self._params.values())
-        raise KeyError(key)
+        raise KeyError(f"{key!r}: a ParamGroup has 'params' and 'grads' only")
 
     def __setitem__(self, key: str, grads: list[Gradients]) -> None:
         if key != "grads":
-            raise KeyError(key)
+            raise KeyError(f"{key!r}: only 'grads' of a ParamGroup can be set")
         self._grads = grads
 
     def check(self, known: Set[int]) -> None:
@@ -66,45 +73,50 @@ class ParamGroup:
                 "weights. Expected the weights that were given to stage_backward_input: "
                 "pass the same module's parameters to both."
             )
-        if self._grads is not self._arrived:
-            self._check_overwritten(len(self._sources))
-        elif _version(self._grads) != self._version:
-            tensors = [grad for given in self._grads for grad in given if grad is not None]
-            raise modified("input backward", "weight backward", *tensors)
+        self._unmodified.check()
+        self._check_overwritten()
 
-    def _check_overwritten(self, num_nodes: int) -> None:
-        if len(self._grads) != num_nodes:
+    def _check_overwritten(self) -> None:
+        if len(self._grads) != len(self._arrived):
             raise BackwardError(
                 f'group["grads"] of {self!r} has {len(self._grads)} entries; expected '
-                f"{num_nodes}, one tuple of gradients for each node that uses the parameters."
+                f"{len(self._arrived)}, one tuple of gradients for each node that uses the "
+                "parameters. Assign a list as long as the one you read."
             )
         for position, (given, arrived) in enumerate(zip(self._grads, self._arrived, strict=True)):
+            if given is arrived:
+                continue
             shape = next((grad.shape for grad in arrived if grad is not None), None)
-            for grad in given:
+            for grad in _entries(given, f'group["grads"][{position}] of {self!r}'):
                 if grad is not None and shape is not None and grad.shape != shape:
                     raise BackwardError(
                         f'group["grads"][{position}] of {self!r} holds a gradient of shape '
                         f"{tuple(grad.shape)}; expected {tuple(shape)}, the shape of the "
-                        "gradient that arrived there."
+                        "gradient that arrived there. Assign gradients of that shape."
                     )
 
-    def add_terms(self, terms: Terms) -> None:
-        """Add the terms of the parameters, from the gradients now in the group."""
+    def add_work(self, work: Work) -> None:
+        """Add what is to be done for the gradients now in the group."""
         assert self._sources is not None  # `check` saw to it
         for source, given in zip(self._sources, self._grads, strict=True):
             grad = given[0] if len(given) == 1 else _sum(given)
             if grad is not None:
-                source.add_terms(grad, terms)
+                source.add_work(grad, work)
 
     def release(self) -> None:
         """Drop all that the weight backward needed."""
         self._sources = None
-        self._grads = self._arrived = []
+        self._arrived = self._grads = []
+        self._unmodified = Unmodified(())
 
 
-def _version(grads: list[Gradients]) -> int:
-    """Changes when any of the gradients is modified in place."""
-    return sum(grad._version for given in grads for grad in given if grad is not None)
+def _entries(given: Any, name: str) -> Gradients:
+    if not isinstance(given, tuple | list):
+        raise BackwardError(
+            f"{name} is a {type(given).__name__}; expected a tuple of tensors or None. "
+            "Put a single gradient into a tuple of one."
+        )
+    return given
 
 
 def _sum(grads: Gradients) -> Tensor | None:

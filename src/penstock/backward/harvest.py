@@ -9,8 +9,8 @@ graph that holds parameters only, it *uses* those parameters:
                      └── T ── weight
 
 If every use of a parameter is by a node that we have a source for, autograd need not
-compute its gradient: the one engine pass of I is asked for the gradient that arrives at
-the node, and W does the rest. Any other parameter is asked for in that same
+compute its gradient: a pre-hook takes the gradient that arrives at the node in the one
+engine pass of I, and W does the rest. Any other parameter is asked for in that same
 pass, and only added in W. Parameters that share a node, or a part off the input side,
 form a cluster and are treated alike, so that no gradient is lost or counted twice.
 
@@ -72,10 +72,8 @@ class Cluster:
         self.users += other.users
         self.tails += other.tails
 
-    def sources(self) -> list[Source] | None:
-        """The users' sources, or None if the parameters cannot be put off."""
-        sources = [user.source for user in self.users if user.source is not None]
-        return sources if len(sources) == len(self.users) else None
+    def can_wait(self) -> bool:
+        return all(user.source is not None for user in self.users)
 
 
 def harvest(

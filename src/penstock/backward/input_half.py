@@ -1,6 +1,6 @@
 """The input half: one engine pass that gives the input gradients and what W will need."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,13 +10,14 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.backward.groups import Gradients, ParamGroup
 from penstock.backward.harvest import Cluster, gradient_edge, harvest
+from penstock.backward.settle import hooks_put_off
 from penstock.backward.sources import Passage, Source
 
 
 class Plan(NamedTuple):
     """Which weights can wait until W, and which the pass must give: see `harvest`."""
 
-    waiting: list[tuple[Cluster, list[Source]]]
+    waiting: Sequence[Cluster]
     urgent: Sequence[Tensor]
 
 
@@ -24,18 +25,17 @@ def plan_for(
     roots: Sequence[Tensor], inputs: Sequence[GradientEdge], weights: Sequence[Tensor]
 ) -> Plan:
     """The plan that puts off all that can wait, for the graph from `roots` to `inputs`."""
-    waiting: list[tuple[Cluster, list[Source]]] = []
+    waiting: list[Cluster] = []
     urgent: list[Tensor] = []
     for cluster in harvest([gradient_edge(root) for root in roots], inputs, weights):
-        sources = cluster.sources()
-        if sources is None:
-            urgent += cluster.params.values()
+        if cluster.can_wait():
+            waiting.append(cluster)
         else:
-            waiting.append((cluster, sources))
+            urgent += cluster.params.values()
     return Plan(waiting, urgent)
 
 
-class Halved(NamedTuple):
+class InputHalf(NamedTuple):
     """What the pass gave: gradients of the inputs, at the taps and of the urgent weights,
     and groups of the weights that wait."""
 
@@ -45,41 +45,44 @@ class Halved(NamedTuple):
     groups: list[ParamGroup]
 
 
-def input_half(
+def run_input_half(
     plan: Plan,
     roots: Sequence[Tensor],
     root_grads: Sequence[Tensor],
     inputs: Sequence[Tensor],
     taps: Sequence[GradientEdge] = (),
-) -> Halved:
+) -> InputHalf:
     """Run the pass. The graph is released as far as the pass goes; no hook of a weight runs."""
     wanted: Any = [*inputs, *taps, *plan.urgent]
     grads: Sequence[Tensor | None] = ()
-    with _watching(plan) as arrivals, hooks_put_off(plan.urgent):
+    with _watching(plan.waiting) as arrivals, hooks_put_off(plan.urgent):
         if wanted:
             grads = torch.autograd.grad(roots, wanted, root_grads, allow_unused=True)
+    groups: list[ParamGroup] = []
+    for cluster, arrived in zip(plan.waiting, arrivals, strict=True):
+        sources = [user.source for user in cluster.users if user.source is not None]
+        arrived_grads: list[Gradients] = [given[0] if given else () for given in arrived]
+        tails: list[Source] = [Passage(gradient_edge(roots[n])) for n in cluster.tails]
+        tail_grads: list[Gradients] = [(root_grads[n],) for n in cluster.tails]
+        groups.append(ParamGroup(cluster.params, sources + tails, arrived_grads + tail_grads))
     first_tap, first_urgent = len(inputs), len(inputs) + len(taps)
-    return Halved(
-        grads[:first_tap],
-        grads[first_tap:first_urgent],
-        grads[first_urgent:],
-        _waiting_groups(plan, arrivals, roots, root_grads),
-    )
+    return InputHalf(grads[:first_tap], grads[first_tap:first_urgent], grads[first_urgent:], groups)
 
 
 @contextmanager
-def _watching(plan: Plan) -> Iterator[list[list[Gradients]]]:
-    """Lists that take, for every user that can wait, the gradients that arrive there.
+def _watching(clusters: Sequence[Cluster]) -> Iterator[list[list[list[Gradients]]]]:
+    """For every user of every cluster, a list that takes the gradients that arrive there.
 
     By pre-hooks: what the engine captures at a node is not yet changed by tensor hooks.
     """
     handles = []
-    arrivals: list[list[Gradients]] = []
-    for cluster, _ in plan.waiting:
+    arrivals: list[list[list[Gradients]]] = []
+    for cluster in clusters:
+        lists: list[list[Gradients]] = []
         for user in cluster.users:
-            arrival: list[Gradients] = []
-            handles.append(user.node.register_prehook(arrival.append))
-            arrivals.append(arrival)
+            lists.append([])
+            handles.append(user.node.register_prehook(lists[-1].append))
+        arrivals.append(lists)
     try:
         yield arrivals
     finally:
@@ -87,47 +90,11 @@ def _watching(plan: Plan) -> Iterator[list[list[Gradients]]]:
             handle.remove()
 
 
-def _waiting_groups(
-    plan: Plan,
-    arrivals: list[list[Gradients]],
-    roots: Sequence[Tensor],
-    root_grads: Sequence[Tensor],
-) -> list[ParamGroup]:
-    groups = []
-    remaining = iter(arrivals)
-    for cluster, sources in plan.waiting:
-        grads: list[Gradients] = []
-        for _ in sources:
-            arrival = next(remaining)
-            grads.append(arrival[0] if arrival else ())
-        for number in cluster.tails:
-            sources.append(Passage(gradient_edge(roots[number])))
-            grads.append((root_grads[number],))
-        groups.append(ParamGroup(cluster.params, sources, grads))
-    return groups
-
-
 def arrived_group(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[ParamGroup]:
     """A group of the parameters that got their gradients in the pass; none if none did."""
     arrived = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
     if not arrived:
         return []
-    group = ParamGroup(
-        {id(param): param for param, _ in arrived},
-        [Passage(param) for param, _ in arrived],
-        [(grad,) for _, grad in arrived],
-    )
-    return [group]
-
-
-@contextmanager
-def hooks_put_off(params: Sequence[Tensor]) -> Iterator[None]:
-    """Take tensor hooks off the parameters: they belong to W, but the engine would run them now."""
-    hooked = [(param, param._backward_hooks) for param in params if param._backward_hooks]
-    for param, _ in hooked:
-        param._backward_hooks = None
-    try:
-        yield
-    finally:
-        for param, hooks in hooked:
-            param._backward_hooks = hooks
+    by_id: Mapping[int, Tensor] = {id(param): param for param, _ in arrived}
+    sources = [Passage(param) for param, _ in arrived]
+    return [ParamGroup(by_id, sources, [(grad,) for _, grad in arrived])]

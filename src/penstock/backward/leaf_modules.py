@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 
-from penstock.backward.settle import is_plain
-from penstock.backward.sources import Terms
+from penstock.backward.settle import Terms, is_plain
 from penstock.backward.terms import (
     ConvolutionGeometry,
     ConvolutionProduct,
@@ -32,21 +31,41 @@ Forward: TypeAlias = Callable[..., Tensor]
 
 
 class Sink:
-    """Where leaf modules leave taps in a forward and terms in a backward; None: not open."""
+    """Where leaf modules leave taps in a forward and terms in a backward; None: not open.
 
-    __slots__ = ("taps", "terms")
+    `owner` is the token of the pass whose forward or backward is running. `is_wary`: make
+    taps that refuse any backward which does not come from their own pass.
+    """
+
+    __slots__ = ("is_wary", "owner", "taps", "terms")
 
     def __init__(self) -> None:
         self.taps: list[Tap] | None = None
         self.terms: Terms | None = None
+        self.owner: object = None
+        self.is_wary = True
 
     def check_open(self) -> None:
         if self.terms is None:
-            raise BackwardError(
-                "backward was run directly on the outputs of a SplitEngine's forward, whose "
-                "weights take no part in the graph. Call backward_input() or backward() of "
-                "the ForwardPass that the engine returned."
-            )
+            raise _not_from_here()
+
+    def refusal_unless(self, owner: object) -> Callable[[object], None]:
+        """A pre-hook that refuses a backward which is not the owner's."""
+
+        def refuse(_: object) -> None:
+            if self.terms is None or self.owner is not owner:
+                raise _not_from_here()
+
+        return refuse
+
+
+def _not_from_here() -> BackwardError:
+    return BackwardError(
+        "a backward reached the graph of a SplitEngine's forward, in which the weights take no "
+        "part, by another way than that forward's own ForwardPass. Call its backward_input() or "
+        "backward(), with a loss computed from its own outputs; a module that differentiates "
+        "itself in its forward needs stage_backward_input and stage_backward_weight instead."
+    )
 
 
 class Call(NamedTuple):
@@ -107,13 +126,14 @@ class Tap(NamedTuple):
 
     def add_terms(self, grad: Tensor, terms: Terms) -> None:
         if self.x._version != self.version:
-            raise modified("forward", "input backward", self.x)
+            raise modified(self.x, after="forward", before="input backward")
         self.call.add_terms(grad, self.x, terms)
 
 
 class _Saving(torch.autograd.Function):
     """A leaf module's call that keeps its input as autograd does, open to saved-tensor hooks."""
 
+    # Weight and bias are arguments for the edges alone: they make the node run without x.
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, sink: Sink
@@ -167,12 +187,12 @@ def _linear(module: nn.Module, sink: Sink) -> Forward:
     params = module._parameters
 
     def forward(input: Tensor) -> Tensor:
-        x = input
+        x = input  # Callers may use the module's own keyword.
         call = Call.of(params, None)
         hooked = _are_saves_hooked()
         if call is None or not _can_defer(call, x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
-        out = _deferring(call, x.reshape(-1, x.shape[-1]), sink, hooked)
+        out = _run_deferred(call, x.reshape(-1, x.shape[-1]), sink, hooked)
         shape = (*x.shape[:-1], out.shape[-1])
         # A view just where the module's own output is one: hooks and in-place operations differ.
         if x.dim() != 2 and call.bias is not None and x.is_contiguous():
@@ -187,7 +207,7 @@ def _convolution(module: Any, sink: Sink) -> Forward:
     params = module._parameters
 
     def forward(input: Tensor) -> Tensor:
-        x = input
+        x = input  # Callers may use the module's own keyword.
         geometry = ConvolutionGeometry(
             module.stride,
             module.padding,
@@ -200,7 +220,7 @@ def _convolution(module: Any, sink: Sink) -> Forward:
         hooked = _are_saves_hooked()
         if call is None or x.dim() != call.weight.dim() or not _can_defer(call, x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
-        out = _deferring(call, x, sink, hooked)
+        out = _run_deferred(call, x, sink, hooked)
         return _no_view(out, out.shape)
 
     return forward
@@ -208,20 +228,24 @@ def _convolution(module: Any, sink: Sink) -> Forward:
 
 def _can_defer(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> bool:
     """Whether the call's weight gradients are ours to compute, rather than autograd's."""
-    weight = call.weight
-    if not (weight.requires_grad and is_plain(weight) and is_plain(x) and torch.is_grad_enabled()):
+    weight, bias, _ = call
+    if not (weight.requires_grad and is_plain(x) and torch.is_grad_enabled()):
         return False
-    if weight.is_complex() or not _agree(weight, x):
+    if not (_is_ours(weight, x) and (bias is None or _is_ours(bias, x))):
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # In torch.func.vjp or the like.
         return False
     return are_saves_hooked or (sink.taps is not None and x.requires_grad)
 
 
-def _agree(weight: Tensor, x: Tensor) -> bool:
-    """Whether the module would take `x`: it is of the weight's type, or autocast makes it so."""
-    return weight.dtype is x.dtype or torch.is_autocast_enabled(x.device.type)
+def _is_ours(param: Tensor, x: Tensor) -> bool:
+    """Whether the parameter is a plain leaf, and of the input's type or made so by autocast."""
+    if not (param.is_leaf and is_plain(param)) or param.is_complex():
+        return False
+    return param.dtype is x.dtype or torch.is_autocast_enabled(x.device.type)
 
 
-def _deferring(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Tensor:
+def _run_deferred(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Tensor:
     """The call's output; not to be handed out as it is, for its node must get no user's hooks."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
@@ -232,6 +256,8 @@ def _deferring(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Ten
     out = call.run(x)
     assert out.grad_fn is not None  # `_can_defer` saw to it
     assert sink.taps is not None
+    if sink.is_wary:
+        out.grad_fn.register_prehook(sink.refusal_unless(sink.owner))
     sink.taps.append(Tap(out.grad_fn, call, x.detach(), x._version))
     return out
 

@@ -6,17 +6,21 @@
     rely on run in their order, once, with the gradient in place.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.backward.terms import MatrixProduct, Term
+from penstock.backward.terms import MatrixProduct, Term, value_of
 
-Target: TypeAlias = Tensor | GradientEdge
-"""Where a term goes: a parameter, or a place in the graph from which autograd carries it on."""
+Terms: TypeAlias = list[tuple[Tensor, Term]]
+"""Each with the parameter that it is a piece of the gradient of."""
+
+Tails: TypeAlias = list[tuple[GradientEdge, Term]]
+"""Each with the place in the graph that it arrives at: from there autograd carries it on."""
 
 _PLAIN_TYPES = (torch.nn.Parameter, Tensor)
 
@@ -26,56 +30,60 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided
 
 
-def settle(
-    terms: Iterable[tuple[Target, Term]],
-    leaves: Sequence[Tensor],
-    *,
-    signal_accumulators: bool,
-    retain_graph: bool = False,
-) -> None:
-    """Add every term to the `.grad` of its parameter, or of those among `leaves` it leads to.
+def carry_on(tails: Tails, params: Iterable[Tensor], *, retain_graph: bool = False) -> Terms:
+    """Run the graph from where it was left to the parameters; none of their hooks runs."""
+    edges: Any = [edge for edge, _ in tails]
+    grads = [value_of(term) for _, term in tails]
+    asked = [param for param in params if param.requires_grad]
+    with hooks_put_off(asked):
+        found = torch.autograd.grad(
+            edges, asked, grads, retain_graph=retain_graph, allow_unused=True
+        )
+    return [(p, g) for p, g in zip(asked, found, strict=True) if g is not None]
+
+
+@contextmanager
+def hooks_put_off(params: Sequence[Tensor]) -> Iterator[None]:
+    """Take tensor hooks off the parameters: they belong to settling, a pass would run them."""
+    hooked = [(param, param._backward_hooks) for param in params if param._backward_hooks]
+    for param, _ in hooked:
+        param._backward_hooks = None
+    try:
+        yield
+    finally:
+        for param, hooks in hooked:
+            param._backward_hooks = hooks
+
+
+def settle(terms: Terms, *, signal_accumulators: bool) -> None:
+    """Add every term to the `.grad` of its parameter, and run the parameters' hooks.
 
     `signal_accumulators`: give every parameter its part in step [2], because hooks that
     cannot be seen from here may wait on its accumulator.
     """
     sums = _Sums()
     delivery = _Delivery()
-    roots: list[Tensor | GradientEdge] = []
-    root_grads: list[Tensor] = []
     with torch.no_grad():
-        for target, term in terms:
-            if isinstance(target, GradientEdge):
-                roots.append(target)
-                root_grads.append(value_of(term))
-                continue
-            grad = target.grad
-            if not _adds_plainly(target, grad):
-                delivery.add(target, value_of(term))
+        for param, term in terms:
+            grad = param.grad
+            if not _adds_plainly(param, grad):
+                delivery.add(param, value_of(term))
                 continue
             if grad is None:  # [1]
-                target.grad = _first_grad(target, term)
+                param.grad = _first_grad(param, term)
             elif type(term) is MatrixProduct:
                 term.add_to(grad)
             else:
                 sums.add(grad, value_of(term))
             if signal_accumulators:
-                delivery.add(target, None)
+                delivery.add(param, None)
         sums.run()
-    leads_on = bool(roots)
-    if delivery.params:
+    if delivery.params:  # [2]
         with torch.enable_grad():
             signal: Tensor = _Deliver.apply(  # type: ignore[no-untyped-call]  # torch's is untyped
                 delivery.grads, *delivery.params
             )
-        roots.append(signal)
-        root_grads.append(torch.ones_like(signal))
-    if roots:  # [2]
-        torch.autograd.backward(
-            roots,  # type: ignore[arg-type]  # tensors and edges mix well; the stub says either
-            root_grads,
-            retain_graph=retain_graph,
-            inputs=[leaf for leaf in leaves if leaf.requires_grad] if leads_on else None,
-        )
+        torch.autograd.backward(signal, torch.ones_like(signal))
 
 
 def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
@@ -83,10 +91,6 @@ def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         return False
     return type(param) in _PLAIN_TYPES and (grad is None or is_plain(grad))
-
-
-def value_of(term: Term) -> Tensor:
-    return term if isinstance(term, Tensor) else term.value()
 
 
 def _first_grad(param: Tensor, term: Term) -> Tensor:

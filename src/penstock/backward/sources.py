@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from penstock.backward.settle import Target, is_plain
+from penstock.backward.settle import Tails, Terms, is_plain
 from penstock.backward.terms import (
     ConvolutionGeometry,
     ConvolutionProduct,
@@ -19,10 +19,23 @@ from penstock.backward.terms import (
     SumTo,
     Term,
     convolution_bias,
-    modified,
 )
 
-Terms: TypeAlias = list[tuple[Target, Term]]
+Target: TypeAlias = Tensor | GradientEdge
+"""Where a gradient belongs: a parameter, or a place in the graph that leads to some."""
+
+
+class Work(NamedTuple):
+    """What W has to do."""
+
+    terms: Terms
+    tails: Tails
+
+    def add(self, target: Target, term: Term) -> None:
+        if isinstance(target, GradientEdge):
+            self.tails.append((target, term))
+        else:
+            self.terms.append((target, term))
 
 
 class Use(NamedTuple):
@@ -37,18 +50,19 @@ class Passage:
     """The gradient that arrives is the target's own."""
 
     __slots__ = ("_target",)
+    saved: Sequence[Tensor] = ()
 
     def __init__(self, target: Target) -> None:
         self._target = target
 
-    def add_terms(self, grad: Tensor, terms: Terms) -> None:
-        terms.append((self._target, grad))
+    def add_work(self, grad: Tensor, work: Work) -> None:
+        work.add(self._target, grad)
 
 
 class MatrixSource:
     """A node of `alpha * left @ right`, or of `beta * added + alpha * left @ right`."""
 
-    __slots__ = ("_alpha", "_beta", "_left", "_left_edge", "_right", "_uses", "_version")
+    __slots__ = ("_alpha", "_beta", "_left", "_left_edge", "_right", "_uses")
 
     def __init__(
         self,
@@ -63,12 +77,14 @@ class MatrixSource:
         self._right = right
         self._left_edge = left_edge
         self._alpha, self._beta = scales
-        self._version = _version(left, right)
 
-    def add_terms(self, grad: Tensor, terms: Terms) -> None:
-        _check_version(self._version, self._left, self._right)
+    @property
+    def saved(self) -> Sequence[Tensor]:
+        return [factor for factor in (self._left, self._right) if factor is not None]
+
+    def add_work(self, grad: Tensor, work: Work) -> None:
         for use in self._uses:
-            terms.append((use.target, self._term(use, grad)))
+            work.add(use.target, self._term(use, grad))
 
     def _term(self, use: Use, grad: Tensor) -> Term:
         edge, target, transposed = use
@@ -88,7 +104,7 @@ class MatrixSource:
 class ConvolutionSource:
     """A node of a convolution; edge 1 is its weight, edge 2 its bias."""
 
-    __slots__ = ("_geometry", "_uses", "_version", "_weight", "_x")
+    __slots__ = ("_geometry", "_uses", "_weight", "_x")
 
     def __init__(
         self, uses: Sequence[Use], x: Tensor, weight: Tensor, geometry: ConvolutionGeometry
@@ -97,12 +113,14 @@ class ConvolutionSource:
         self._x = x
         self._weight = weight
         self._geometry = geometry
-        self._version = _version(x)
 
-    def add_terms(self, grad: Tensor, terms: Terms) -> None:
-        _check_version(self._version, self._x)
+    @property
+    def saved(self) -> Sequence[Tensor]:
+        return (self._x,)
+
+    def add_work(self, grad: Tensor, work: Work) -> None:
         for use in self._uses:
-            terms.append((use.target, self._term(use, grad)))
+            work.add(use.target, self._term(use, grad))
 
     def _term(self, use: Use, grad: Tensor) -> Term:
         if use.edge == 1:
@@ -133,8 +151,8 @@ _MATRIX_NODES = {
 def source_of(node: Node, uses: Sequence[Use]) -> Source | None:
     """The source for these uses, or None if only autograd can compute them.
 
-    So it is for kinds of node we do not know, and for tensors saved through hooks
-    (checkpointed, offloaded): those may be unpacked only once, by the node itself.
+    So it is for kinds of node we do not know, for complex numbers, and for tensors saved
+    through hooks (checkpointed, offloaded): those may be unpacked only once, by the node.
     """
     kind = type(node).__name__
     if kind in _MATRIX_NODES:
@@ -159,6 +177,8 @@ def _matrix_source(node: Any, uses: Sequence[Use], kind: _MatrixNode) -> Source 
         elif use.transposed:
             return None
     scales = (node._saved_alpha, node._saved_beta) if kind.left_edge else (1, 1)
+    if complex in map(type, scales):
+        return None
     return MatrixSource(uses, left, right, kind.left_edge, scales)
 
 
@@ -185,17 +205,6 @@ def _saved(node: Any, name: str) -> Tensor | None:
         return None
     tensor: Tensor = getattr(node, "_saved_" + name).detach()
     return tensor if is_plain(tensor) and not tensor.is_complex() else None
-
-
-def _version(*tensors: Tensor | None) -> int:
-    """Changes when any of the tensors is modified in place."""
-    return sum(tensor._version for tensor in tensors if tensor is not None)
-
-
-def _check_version(version: int, *tensors: Tensor | None) -> None:
-    if version != _version(*tensors):
-        found = (tensor for tensor in tensors if tensor is not None)
-        raise modified("input backward", "weight backward", *found)
 
 
 def _shape(target: Target) -> Sequence[int]:

@@ -1,6 +1,6 @@
 """Pairing nested stage outputs with their gradients, and checking that they match."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -13,22 +13,25 @@ def pair_with_grads(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor
     """The output tensors that have a gradient to send back, and those gradients.
 
     `outputs` is a tensor or nests tuples, lists and dicts; `grads` mirrors it. A None in
-    `grads` means that nobody used that output. None for the whole of `grads` means that
-    the outputs are losses: each gets a gradient of ones.
+    `grads` means that nobody used that output. If `grads` itself is None, or all in it is
+    None and every output is a scalar, they are losses: each gets a gradient of ones.
     """
     pairs = list(_pairs(outputs, grads, "output"))
-    differentiable = [pair for pair in pairs if pair[1].requires_grad]
-    if not differentiable:
-        found = ", ".join(f"{name} {describe(out)}" for name, out, _ in pairs) or "no tensor"
+    found = [pair for pair in pairs if pair[1].requires_grad]
+    if not found:
+        given = ", ".join(f"{name} {describe(out)}" for name, out, _ in pairs) or "no tensor"
         raise BackwardError(
-            f"no stage output requires a gradient (got {found}), so there is nothing to run "
+            f"no stage output requires a gradient (got {given}), so there is nothing to run "
             "backward. Expected at least one output computed from an input or parameter with "
             "requires_grad=True, outside of torch.no_grad()."
         )
     roots: list[Tensor] = []
     root_grads: list[Tensor] = []
-    for name, output, grad in differentiable:
-        if grads is None:
+    are_losses = grads is None or all(
+        grad is None and output.numel() == 1 for _, output, grad in found
+    )
+    for name, output, grad in found:
+        if are_losses:
             grad = torch.ones_like(output)
         if grad is not None:
             _check_grad(name, output, grad)
@@ -40,6 +43,20 @@ def pair_with_grads(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors of a nested value, in order."""
     return [tensor for _, tensor, _ in _pairs(value, None, "value")]
+
+
+def differentiable(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the values that require gradients, each once."""
+    found = (value for value in values if isinstance(value, Tensor) and value.requires_grad)
+    return list(dict.fromkeys(found))
+
+
+def spread_over(
+    values: Sequence[Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """For each value the gradient of the input that it is, or None."""
+    grad_of = dict(zip(inputs, grads, strict=True))
+    return tuple(grad_of.get(value) if isinstance(value, Tensor) else None for value in values)
 
 
 def describe(tensor: Tensor) -> str:

@@ -1,11 +1,11 @@
 """Terms: pieces of a parameter's gradient whose computing is put off until W.
 
-A term holds all it needs and has not been computed. It can be turned into a tensor
-(`value`) or, cheaper, be added to a gradient in one fused
-operation (`add_to`), which plain autograd cannot do. Dropping a term frees what it holds.
+A term holds all it needs and has not been computed; dropping it frees what it holds. Its
+`value` is the tensor. A matrix product can also be added to a gradient in one operation,
+which plain autograd cannot do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,27 +18,25 @@ from penstock.errors import BackwardError
 class MatrixProduct:
     """`alpha * left @ right`, both 2-D or both batched."""
 
-    __slots__ = ("_alpha", "_left", "_right", "_version")
+    __slots__ = ("_alpha", "_left", "_right")
 
     def __init__(self, left: Tensor, right: Tensor, alpha: float = 1) -> None:
         self._left = left
         self._right = right
         self._alpha = alpha
-        self._version = left._version + right._version
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._left, self._right
 
     def value(self) -> Tensor:
-        if self._left._version + self._right._version != self._version:
-            raise modified("input backward", "weight backward", self._left, self._right)
         product = torch.matmul(self._left, self._right)
         return product if self._alpha == 1 else product.mul_(self._alpha)
 
     def add_to(self, grad: Tensor) -> None:
         if grad.dtype != self._left.dtype:
             grad.add_(self.value())
-            return
-        if self._left._version + self._right._version != self._version:
-            raise modified("input backward", "weight backward", self._left, self._right)
-        if grad.dim() == 2:
+        elif grad.dim() == 2:
             grad.addmm_(self._left, self._right, alpha=self._alpha)
         else:
             grad.baddbmm_(self._left, self._right, alpha=self._alpha)
@@ -47,29 +45,25 @@ class MatrixProduct:
 class SumTo:
     """`beta * grad`, summed over the dimensions along which `shape` was broadcast."""
 
-    __slots__ = ("_beta", "_grad", "_shape", "_version")
+    __slots__ = ("_beta", "_grad", "_shape")
 
     def __init__(self, grad: Tensor, shape: Sequence[int], beta: float = 1) -> None:
         self._grad = grad
         self._shape = shape
         self._beta = beta
-        self._version = grad._version
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._grad,)
 
     def value(self) -> Tensor:
-        total = self._total()
-        return total.clone() if total is self._grad else total
-
-    def add_to(self, grad: Tensor) -> None:
-        grad.add_(self._total())
-
-    def _total(self) -> Tensor:
-        if self._grad._version != self._version:
-            raise modified("input backward", "weight backward", self._grad)
         grad, shape = self._grad, self._shape
         # The bias of a linear layer: the same sum, in half the time for small tensors.
         is_row_sum = grad.dim() == 2 and len(shape) == 1 and shape[0] == grad.shape[1]
         total = grad.sum(0) if is_row_sum else grad.sum_to_size(shape)
-        return total if self._beta == 1 else total * self._beta
+        if self._beta != 1:
+            return total * self._beta
+        return total.clone() if total is grad else total
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +112,7 @@ class ConvolutionGeometry:
 class ConvolutionProduct:
     """The weight gradient of a convolution."""
 
-    __slots__ = ("_geometry", "_grad", "_version", "_weight", "_x")
+    __slots__ = ("_geometry", "_grad", "_weight", "_x")
 
     def __init__(
         self, grad: Tensor, x: Tensor, weight: Tensor, geometry: ConvolutionGeometry
@@ -127,19 +121,21 @@ class ConvolutionProduct:
         self._x = x
         self._weight = weight
         self._geometry = geometry
-        self._version = grad._version + x._version
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._grad, self._x
 
     def value(self) -> Tensor:
-        if self._grad._version + self._x._version != self._version:
-            raise modified("input backward", "weight backward", self._grad, self._x)
         return self._geometry.backward(self._grad, self._x, self._weight, of_input=False)
-
-    def add_to(self, grad: Tensor) -> None:
-        grad.add_(self.value())
 
 
 Term: TypeAlias = MatrixProduct | SumTo | ConvolutionProduct | Tensor
 """A tensor is a gradient that autograd has computed already; others may hold it too."""
+
+
+def value_of(term: Term) -> Tensor:
+    return term if isinstance(term, Tensor) else term.value()
 
 
 def convolution_bias(grad: Tensor, shape: Sequence[int]) -> SumTo:
@@ -147,10 +143,30 @@ def convolution_bias(grad: Tensor, shape: Sequence[int]) -> SumTo:
     return SumTo(grad.movedim(1, -1), shape)
 
 
-def modified(after: str, before: str, *tensors: Tensor) -> BackwardError:
-    shapes = " or ".join(str(tuple(tensor.shape)) for tensor in tensors)
+class Unmodified:
+    """Remembers the state of tensors that W will need, to find out if someone wrote to them."""
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._versions = _versions(self._tensors)
+
+    def check(self) -> None:
+        now = _versions(self._tensors)
+        if now != self._versions:
+            changed = zip(self._tensors, now, self._versions, strict=True)
+            tensor = next(tensor for tensor, new, old in changed if new != old)
+            raise modified(tensor, after="input backward", before="weight backward")
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def modified(tensor: Tensor, *, after: str, before: str) -> BackwardError:
     return BackwardError(
-        f"a tensor of shape {shapes} that the {before} needs was modified in place after the "
-        f"{after}. Activations and gradients must stay as they are until the {before} has run: "
-        "give each microbatch its own buffers."
+        f"an activation or gradient of shape {tuple(tensor.shape)} that the {before} needs was "
+        f"modified in place after the {after}. Expected it unchanged until the {before} has "
+        "run: give each microbatch buffers of its own."
     )

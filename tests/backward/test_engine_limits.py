@@ -1,0 +1,165 @@
+"""What the engine must not tap, and what it must refuse rather than drop a gradient."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.backward import SplitEngine
+from penstock.errors import BackwardError
+
+
+def _input() -> Tensor:
+    return torch.randn(3, 4, requires_grad=True)
+
+
+def _assert_like_plain(model: nn.Module) -> None:
+    plain = copy.deepcopy(model)
+    x, grad = _input(), torch.randn(3, 4)
+    reference = x.detach().requires_grad_()
+    plain(reference).backward(grad)
+    engine = SplitEngine(model)
+    for _ in range(2):  # The first pass is checked more closely; the second must agree.
+        model.zero_grad()
+        (dx, *_) = engine.forward(x).backward(grad)
+        torch.testing.assert_close(dx, reference.grad)
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, expected.grad)
+
+
+class ComputedWeights(nn.Module):
+    """Runs its layer on parameters that are computed, as merged adapters do."""
+
+    def __init__(self, name: str, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.delta = nn.Parameter(torch.randn_like(self.layer.get_parameter(name)))
+        self.name, self.is_checkpointed = name, is_checkpointed
+
+    def run(self, x: Tensor) -> Tensor:
+        params = {self.name: self.layer.get_parameter(self.name) + self.delta}
+        y: Tensor = torch.func.functional_call(self.layer, params, (x,))
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_checkpointed:
+            y: Tensor = checkpoint(self.run, x, use_reentrant=False)
+            return y
+        return self.run(x)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_layer_called_with_computed_parameters_passes_their_gradients_on(
+    name: str, is_checkpointed: bool
+) -> None:
+    _assert_like_plain(ComputedWeights(name, is_checkpointed))
+
+
+class InVjp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.func.vjp(self.layer, x)[0]
+        return y
+
+
+def test_layer_inside_a_function_transform_keeps_its_gradients() -> None:
+    _assert_like_plain(InVjp())
+
+
+class SelfDifferentiating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.layers(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy + force
+
+
+def test_module_that_differentiates_itself_is_refused_in_its_first_forward() -> None:
+    engine = SplitEngine(SelfDifferentiating())
+    with pytest.raises(BackwardError, match="a module that differentiates itself"):
+        engine.forward(_input())
+
+
+class KeepsAuxiliaryLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.router = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.loss = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = self.router(x).pow(2).mean()
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_backward_of_a_loss_kept_on_the_module_is_refused() -> None:
+    model = KeepsAuxiliaryLoss()
+    SplitEngine(model).forward(_input())
+    with pytest.raises(BackwardError, match="a backward reached the graph"):
+        model.loss.backward()
+
+
+@pytest.mark.parametrize("last", [nn.LayerNorm(4), nn.Linear(4, 4), nn.ReLU()])
+def test_loss_of_another_forward_pass_is_refused(last: nn.Module) -> None:
+    engine = SplitEngine(nn.Sequential(nn.Linear(4, 4), last))
+    first, second = engine.forward(_input()), engine.forward(_input())
+    with pytest.raises(BackwardError, match="a loss computed from its own outputs"):
+        first.backward(loss=second.outputs.sum())
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table
+
+
+def test_gradient_that_came_in_the_input_half_is_found_to_be_modified() -> None:
+    """A parameter that is merely added gets the output's gradient itself, not a copy."""
+    buffer = torch.ones(3, 4)
+    _, pending = SplitEngine(Added()).forward(_input()).backward_input(buffer)
+    buffer.fill_(100)
+    with pytest.raises(BackwardError, match=r"shape \(3, 4\) that the weight backward needs"):
+        pending.run()
+
+
+def test_parameters_replaced_after_preparation_get_their_gradients() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    engine = SplitEngine(model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    engine.forward(_input()).backward(torch.ones(3, 4))
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_forward_set_by_the_user_after_preparation_is_kept_and_used() -> None:
+    model = nn.Linear(4, 4)
+    engine = SplitEngine(model)
+    model.forward = lambda x: x * 7  # type: ignore[method-assign]
+    assert torch.equal(torch.full((1, 4), 7.0), engine.forward(torch.ones(1, 4)).outputs)
+    assert "forward" in model.__dict__
+
+
+def test_lazy_parameters_are_refused() -> None:
+    with pytest.raises(BackwardError, match=r"parameter 0\.weight is lazy .* Run the module once"):
+        SplitEngine(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_gradient_made_in_inference_mode_is_taken() -> None:
+    model = nn.Linear(4, 4)
+    with torch.inference_mode():
+        grad = torch.ones(3, 4)
+    SplitEngine(model).forward(_input()).backward(grad)
+    assert model.bias.grad is not None
+    assert torch.equal(torch.full((4,), 3.0), model.bias.grad)

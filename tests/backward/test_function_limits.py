@@ -1,0 +1,114 @@
+"""Edges of the functions' contract: what counts as a loss, retries, groups written to in part."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.backward import (
+    ParamGroup,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+from penstock.errors import BackwardError
+
+
+def _halves(model: nn.Module) -> list[ParamGroup]:
+    x = torch.randn(3, 4, requires_grad=True)
+    return stage_backward_input(model(x), torch.ones(3, 4), [x], model.parameters())[1]
+
+
+def test_scalar_with_a_gradient_of_none_is_a_loss() -> None:
+    model, x = nn.Linear(4, 1), torch.randn(1, 4, requires_grad=True)
+    (dx,) = stage_backward([model(x).sum()], [None], [x])
+    torch.testing.assert_close(dx, model.weight.detach())
+    assert model.weight.grad is not None
+
+
+def test_weight_half_that_failed_in_a_hook_cannot_add_twice() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def fail(_: Tensor) -> None:
+        raise OSError("disk full")
+
+    handle = model[1].bias.register_post_accumulate_grad_hook(fail)
+    groups = _halves(model)
+    with pytest.raises(OSError, match="disk full"):
+        stage_backward_weight(model.parameters(), groups)
+    handle.remove()
+    with pytest.raises(BackwardError, match="has run already"):
+        stage_backward_weight(model.parameters(), groups)
+
+
+def test_one_entry_of_a_groups_gradients_can_be_overwritten() -> None:
+    model = nn.Linear(4, 4)
+    (group,) = _halves(model)
+    replacement = torch.zeros(3, 4)
+    replacement += 1  # A version of its own must not pass for a modification.
+    replacement *= 2
+    group["grads"][0] = (replacement,)
+    stage_backward_weight(model.parameters(), [group])
+    assert model.bias.grad is not None
+    assert torch.equal(torch.full((4,), 6.0), model.bias.grad)
+
+
+def test_entry_of_another_shape_is_rejected() -> None:
+    model = nn.Linear(4, 4)
+    (group,) = _halves(model)
+    group["grads"][0] = (torch.ones(2, 4),)
+    with pytest.raises(BackwardError, match=r"shape \(2, 4\); expected \(3, 4\).* Assign"):
+        stage_backward_weight(model.parameters(), [group])
+
+
+def test_entry_that_is_no_tuple_is_rejected() -> None:
+    model = nn.Linear(4, 4)
+    (group,) = _halves(model)
+    group["grads"] = [torch.ones(3, 4)]
+    with pytest.raises(BackwardError, match="is a Tensor; expected a tuple of tensors or None"):
+        stage_backward_weight(model.parameters(), [group])
+
+
+def test_group_is_a_mapping_with_two_keys() -> None:
+    (group,) = _halves(nn.Linear(4, 4))
+    assert ["params", "grads"] == list(group)
+    assert "grads" in group
+    assert group.get("intermediates") is None
+    with pytest.raises(KeyError, match="'params' and 'grads' only"):
+        group["intermediates"]
+    with pytest.raises(KeyError, match="only 'grads' of a ParamGroup can be set"):
+        group["params"] = []
+
+
+def test_weight_that_is_computed_is_rejected() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    computed = layer.weight * 2
+    with pytest.raises(BackwardError, match=r"weights holds a tensor .* computed from others"):
+        stage_backward_input(x @ computed, torch.ones(3, 4), [x], [computed])
+
+
+def test_complex_scale_of_an_added_parameter_is_conjugated() -> None:
+    bias = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    x = torch.ones(3, 4, dtype=torch.complex64, requires_grad=True)
+    fixed, grad = torch.ones(4, 4, dtype=torch.complex64), torch.ones(3, 4, dtype=torch.complex64)
+    torch.addmm(bias, x, fixed, beta=1j).backward(grad)
+    expected, bias.grad = bias.grad, None
+    _, groups = stage_backward_input(torch.addmm(bias, x, fixed, beta=1j), grad, [x], [bias])
+    stage_backward_weight([bias], groups)
+    torch.testing.assert_close(bias.grad, expected)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise RuntimeError("cache miss: look-up failed a second time")
+
+
+def test_users_error_is_not_taken_for_a_released_graph() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="cache miss") as caught:
+        stage_backward_input(Failing.apply(x), torch.ones(3, 4), [x], [])
+    assert not isinstance(caught.value, BackwardError)
