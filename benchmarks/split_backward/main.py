@@ -29,14 +29,17 @@ from torch.distributed.pipelining import _backward as torch_functions
 from penstock import backward as penstock_functions
 from penstock.backward import SplitEngine
 
-# The most that (I + W) / full backward may be: torch 2.13 for scale, then our limits.
+PLAIN, TORCH, FUNCTIONS, ENGINE = "autograd", f"torch {torch.__version__}", "functions", "engine"
+
+# The most that (I + W) / full backward may be.
 LIMITS = {
-    "S": (3.0, 1.25, 1.10),
-    "M": (1.6, 1.02, 1.00),
-    "L": (1.06, 1.00, 0.95),
-    "M checkpointed": (3.0, 1.10, 1.05),
+    "S": {FUNCTIONS: 1.25, ENGINE: 1.10},
+    "M": {FUNCTIONS: 1.02, ENGINE: 1.00},
+    "L": {FUNCTIONS: 1.00, ENGINE: 0.95},
+    "M checkpointed": {FUNCTIONS: 1.10, ENGINE: 1.05},
 }
-PLAIN, TORCH, FUNCTIONS, ENGINE = "autograd", "torch 2.13", "functions", "engine"
+FORWARD_LIMIT, WEIGHT_SHARE_LIMIT = 1.05, 0.35  # of the engine, on M and L
+RECOMPUTATION_LIMIT, LIVE_BYTES_LIMIT = 4, 1.0
 
 
 @dataclass(frozen=True)
@@ -199,18 +202,22 @@ def keep_freed_pages() -> None:
     libc.mallopt(m_mmap_threshold, 2**30)
 
 
+def marked(text: str, is_met: bool) -> str:
+    return text if is_met else f"[red]{text} over[/]"
+
+
 def time_table(results: dict[str, dict[str, list[Times]]]) -> Table:
     table = Table(title="(I + W) ÷ full backward of plain autograd (limit) [middle half of rounds]")
     for column in ("size", "full backward", TORCH, FUNCTIONS, ENGINE):
         table.add_column(column, justify="right")
     for name, times in results.items():
         cells = [name, f"{medians(times[PLAIN]).backward_s * 1e3:.2f} ms"]
-        for who, limit in zip((TORCH, FUNCTIONS, ENGINE), LIMITS[name], strict=True):
+        for who in (TORCH, FUNCTIONS, ENGINE):
             ratio, low, high = ratios(times, who)
-            verdict = f"(~{limit:.2f})" if who is TORCH else f"(≤ {limit:.2f})"
-            is_over = who is not TORCH and ratio > limit
-            text = f"{ratio:.2f} {verdict} \\[{low:.2f}-{high:.2f}]"
-            cells.append(f"[red]{text}[/]" if is_over else text)
+            limit = LIMITS[name].get(who)
+            bound = "" if limit is None else f"(≤ {limit:.2f}) "
+            text = f"{ratio:.2f} {bound}\\[{low:.2f}-{high:.2f}]"
+            cells.append(marked(text, limit is None or ratio <= limit))
         table.add_row(*cells)
     return table
 
@@ -227,36 +234,43 @@ def halves_table(results: dict[str, dict[str, list[Times]]]) -> Table:
             parts = (mine.input_s / full.backward_s, mine.weight_s / full.backward_s)
             cells.append(f"{parts[0]:.2f} + {parts[1]:.2f}")
         mine = medians(times[ENGINE])
-        cells.append(f"{mine.weight_s / mine.backward_s:.0%}")
-        cells.append(f"{mine.forward_s / full.forward_s:.2f}")
+        share, forward = mine.weight_s / mine.backward_s, mine.forward_s / full.forward_s
+        is_limited = name in ("M", "L")
+        cells.append(marked(f"{share:.0%}", not is_limited or share >= WEIGHT_SHARE_LIMIT))
+        cells.append(marked(f"{forward:.2f}", not is_limited or forward <= FORWARD_LIMIT))
         table.add_row(*cells)
     return table
 
 
-def counts(names: list[str]) -> dict[str, dict[str, Any]]:
+def counts(names: list[str]) -> dict[str, dict[str, str]]:
     """Recomputations and live bytes, which need no repetition."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, str]] = {}
     for name in names:
         for who in (TORCH, FUNCTIONS, ENGINE):
             if SIZES[name].is_checkpointed:
-                found.setdefault("recomputations", {})[who] = recomputations(name, who)
+                calls = recomputations(name, who)
+                found.setdefault("recomputations", {})[who] = marked(
+                    str(calls), who is TORCH or calls <= RECOMPUTATION_LIMIT
+                )
             if name == "L":
                 after_f, after_i = live_bytes(name, who)
-                megabytes = f"{after_i / 1e6:.0f} of {after_f / 1e6:.0f} MB"
-                found.setdefault("live bytes", {})[who] = f"{after_i / after_f:.2f} ({megabytes})"
+                text = f"{after_i / after_f:.3f} ({after_i / 1e6:.1f} of {after_f / 1e6:.1f} MB)"
+                found.setdefault("live bytes", {})[who] = marked(
+                    text, who is TORCH or after_i <= LIVE_BYTES_LIMIT * after_f
+                )
     return found
 
 
-def counts_table(found: dict[str, dict[str, Any]]) -> Table:
+def counts_table(found: dict[str, dict[str, str]]) -> Table:
     titles = {
-        "recomputations": "block recomputations for 4 blocks (limit 4)",
-        "live bytes": "live bytes after I ÷ after F, L (limit 1.0)",
+        "recomputations": f"block recomputations for 4 blocks (≤ {RECOMPUTATION_LIMIT})",
+        "live bytes": f"live bytes after I ÷ after F, L (≤ {LIVE_BYTES_LIMIT})",
     }
     table = Table(title="Counts")
     for column in ("", TORCH, FUNCTIONS, ENGINE):
         table.add_column(column, justify="right")
     for kind, values in found.items():
-        table.add_row(titles[kind], *(str(values[who]) for who in (TORCH, FUNCTIONS, ENGINE)))
+        table.add_row(titles[kind], *(values[who] for who in (TORCH, FUNCTIONS, ENGINE)))
     return table
 
 
@@ -297,6 +311,9 @@ def main() -> None:
             "median_s": {
                 name: {who: asdict(medians(samples)) for who, samples in times.items()}
                 for name, times in results.items()
+            },
+            "ratio_low_high": {
+                name: {who: ratios(times, who) for who in times} for name, times in results.items()
             },
             "counts": found,
         }

@@ -8,7 +8,7 @@ the user wants to avoid; there the forward is an autograd Function which saves i
 the ordinary way and, in its backward, hands over the terms of the weight gradient.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -74,16 +74,6 @@ class Call(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     geometry: ConvolutionGeometry | None
-
-    @classmethod
-    def of(
-        cls, params: Mapping[str, Tensor | None], geometry: ConvolutionGeometry | None
-    ) -> "Call | None":
-        """The call with these parameters; None if they are not the module's own (parametrised)."""
-        weight = params.get("weight")
-        if weight is None or "bias" not in params:
-            return None
-        return cls(weight, params["bias"], geometry)
 
     def run(self, x: Tensor) -> Tensor:
         """The module's output for `x`, as far as autograd can see without parameters."""
@@ -182,32 +172,69 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
         yield from _modules(child)
 
 
+class _Params:
+    """A module's own weight and bias, and whether their gradients can be ours to compute."""
+
+    __slots__ = ("_are_ours", "_bias", "_params", "_weight")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._params = module._parameters
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._are_ours = False
+
+    def get(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias; None if they are computed, of several types, or unusual tensors."""
+        weight, bias = self._params.get("weight"), self._params.get("bias")
+        if weight is not self._weight or bias is not self._bias:  # replaced, or seen first
+            self._weight, self._bias = weight, bias
+            self._are_ours = (
+                weight is not None
+                and "bias" in self._params  # otherwise parametrised
+                and all(
+                    p.is_leaf and is_plain(p) and not p.is_complex() and p.dtype is weight.dtype
+                    for p in (weight, bias)
+                    if p is not None
+                )
+            )
+        if weight is None or not self._are_ours or not weight.requires_grad:
+            return None
+        return weight, bias
+
+
 def _linear(module: nn.Module, sink: Sink) -> Forward:
     original = module.forward
-    params = module._parameters
+    params = _Params(module)
 
     def forward(input: Tensor) -> Tensor:
         x = input  # Callers may use the module's own keyword.
-        call = Call.of(params, None)
+        own = params.get()
         hooked = _are_saves_hooked()
-        if call is None or not _can_defer(call, x, sink, hooked):
+        if own is None or not _can_defer(own[0], x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
+        call = Call(*own, None)
+        if x.dim() == 2:
+            out = _run_deferred(call, x, sink, hooked)
+            return _no_view(out, out.shape)
         out = _run_deferred(call, x.reshape(-1, x.shape[-1]), sink, hooked)
         shape = (*x.shape[:-1], out.shape[-1])
         # A view just where the module's own output is one: hooks and in-place operations differ.
-        if x.dim() != 2 and call.bias is not None and x.is_contiguous():
-            return out.view(shape)
-        return _no_view(out, shape)
+        is_view = call.bias is not None and x.is_contiguous()
+        return out.view(shape) if is_view else _no_view(out, shape)
 
     return forward
 
 
 def _convolution(module: Any, sink: Sink) -> Forward:
     original = module.forward
-    params = module._parameters
+    params = _Params(module)
 
     def forward(input: Tensor) -> Tensor:
         x = input  # Callers may use the module's own keyword.
+        own = params.get()
+        hooked = _are_saves_hooked()
+        if own is None or x.dim() != own[0].dim() or not _can_defer(own[0], x, sink, hooked):
+            return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
         geometry = ConvolutionGeometry(
             module.stride,
             module.padding,
@@ -216,33 +243,21 @@ def _convolution(module: Any, sink: Sink) -> Forward:
             module.output_padding,
             module.groups,
         )
-        call = Call.of(params, geometry)
-        hooked = _are_saves_hooked()
-        if call is None or x.dim() != call.weight.dim() or not _can_defer(call, x, sink, hooked):
-            return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
-        out = _run_deferred(call, x, sink, hooked)
+        out = _run_deferred(Call(*own, geometry), x, sink, hooked)
         return _no_view(out, out.shape)
 
     return forward
 
 
-def _can_defer(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> bool:
-    """Whether the call's weight gradients are ours to compute, rather than autograd's."""
-    weight, bias, _ = call
-    if not (weight.requires_grad and is_plain(x) and torch.is_grad_enabled()):
+def _can_defer(weight: Tensor, x: Tensor, sink: Sink, are_saves_hooked: bool) -> bool:
+    """Whether this call's weight gradient is ours to compute, rather than autograd's."""
+    if not (torch.is_grad_enabled() and is_plain(x)):
         return False
-    if not (_is_ours(weight, x) and (bias is None or _is_ours(bias, x))):
+    if weight.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:  # In torch.func.vjp or the like.
         return False
     return are_saves_hooked or (sink.taps is not None and x.requires_grad)
-
-
-def _is_ours(param: Tensor, x: Tensor) -> bool:
-    """Whether the parameter is a plain leaf, and of the input's type or made so by autocast."""
-    if not (param.is_leaf and is_plain(param)) or param.is_complex():
-        return False
-    return param.dtype is x.dtype or torch.is_autocast_enabled(x.device.type)
 
 
 def _run_deferred(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Tensor:

@@ -160,8 +160,11 @@ class Unmodified:
             raise modified(tensor, after="input backward", before="weight backward")
 
 
-def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+def _versions(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # Inference tensors have none.
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def modified(tensor: Tensor, *, after: str, before: str) -> BackwardError:
