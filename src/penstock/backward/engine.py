@@ -103,16 +103,15 @@ class SplitEngine:
             # What leads to a tap runs in this pass and is released, so it cannot wait.
             plan = plan_for(roots, [*map(gradient_edge, inputs), *edges], params)
             self._must_walk = bool(plan.waiting)
-        work = Work([], [])
-        with self._collecting(work, token), translated(roots):
+        with self._running(token), translated(roots):
             input_grads, tap_grads, urgent_grads, groups = run_input_half(
                 plan, roots, root_grads, inputs, edges
             )
-        needed = [t for _, term in work.terms if not isinstance(term, Tensor) for t in term.tensors]
+        work = Work([], [])
+        needed: list[Tensor] = []
         for tap, grad in zip(taps, tap_grads, strict=True):
             if grad is not None:
-                needed += (tap.x, grad)
-                tap.add_terms(grad, work.terms)
+                needed += tap.add_terms(grad, work.terms)
         for param, grad in zip(plan.urgent, urgent_grads, strict=True):
             if grad is not None:
                 needed.append(grad)
@@ -129,20 +128,19 @@ class SplitEngine:
             group.check(known)
             group.add_work(work)
         if work.tails:
-            # This runs some of the graph, in which leaf modules may put off terms of their own.
-            with self._collecting(work, token):
+            with self._running(token):
                 work.terms.extend(carry_on(work.tails, params))
         settle(work.terms, signal_accumulators=self._signals)
 
     @contextmanager
-    def _collecting(self, work: Work, token: object) -> Iterator[None]:
-        """Let a pass's backward run: leaf modules add to `work` what they put off."""
-        self._sink.terms, self._sink.owner = work.terms, token
+    def _running(self, token: object) -> Iterator[None]:
+        """Let the backward of a pass run, recomputations included."""
+        self._sink.owner = token
         try:
             with self._patched():
                 yield
         finally:
-            self._sink.terms = self._sink.owner = None
+            self._sink.owner = None
 
     @contextmanager
     def _patched(self) -> Iterator[None]:

@@ -2,10 +2,12 @@
 
 In an engine's forward they run on detached weights, so that autograd has no weight
 gradient to compute, and leave a *tap*: the input they saw, and the node at which their
-output's gradient will arrive. That costs next to nothing, but the tap keeps the input
-alive. Where saved-tensor hooks are in force (checkpointing, offloading) that is just what
-the user wants to avoid; there the forward is an autograd Function which saves its input
-the ordinary way and, in its backward, hands over the terms of the weight gradient.
+output's gradient will arrive.
+
+A tap that holds the input keeps it alive. Where saved-tensor hooks are in force
+(checkpointing, offloading) that is just what the user wants to avoid; there an identity
+node before the module saves the input the ordinary way, and hands it to the tap when the
+backward comes by.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,29 +33,24 @@ Forward: TypeAlias = Callable[..., Tensor]
 
 
 class Sink:
-    """Where leaf modules leave taps in a forward and terms in a backward; None: not open.
+    """Where leaf modules leave their taps; None while no forward runs.
 
     `owner` is the token of the pass whose forward or backward is running. `is_wary`: make
     taps that refuse any backward which does not come from their own pass.
     """
 
-    __slots__ = ("is_wary", "owner", "taps", "terms")
+    __slots__ = ("is_wary", "owner", "taps")
 
     def __init__(self) -> None:
         self.taps: list[Tap] | None = None
-        self.terms: Terms | None = None
         self.owner: object = None
         self.is_wary = True
-
-    def check_open(self) -> None:
-        if self.terms is None:
-            raise _not_from_here()
 
     def refusal_unless(self, owner: object) -> Callable[[object], None]:
         """A pre-hook that refuses a backward which is not the owner's."""
 
         def refuse(_: object) -> None:
-            if self.terms is None or self.owner is not owner:
+            if self.taps is not None or self.owner is not owner:
                 raise _not_from_here()
 
         return refuse
@@ -88,11 +85,6 @@ class Call(NamedTuple):
             return torch.mm(x, weight.t())
         return torch.addmm(bias, x, weight.t())
 
-    def input_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        if self.geometry is not None:
-            return self.geometry.backward(grad, x, weight, of_input=True)
-        return grad.mm(weight)
-
     def add_terms(self, grad: Tensor, x: Tensor, terms: Terms) -> None:
         """Add the terms of the parameters, for the gradient of the output for `x`."""
         weight, bias, geometry = self
@@ -106,41 +98,54 @@ class Call(NamedTuple):
                 terms.append((bias, convolution_bias(grad, bias.shape)))
 
 
+class _Slot:
+    """Holds a module's input: from the forward on, or from when the backward brings it."""
+
+    __slots__ = ("version", "x")
+
+    def __init__(self, x: Tensor | None) -> None:
+        self.x = x
+        self.version = 0 if x is None else x._version
+
+
 class Tap(NamedTuple):
-    """A leaf module was called on `x`; the gradient of its output will arrive at `node`."""
+    """A leaf module was called; the gradient of its output will arrive at `node`."""
 
     node: Node
     call: Call
-    x: Tensor
-    version: int
+    slot: _Slot
 
-    def add_terms(self, grad: Tensor, terms: Terms) -> None:
-        if self.x._version != self.version:
-            raise modified(self.x, after="forward", before="input backward")
-        self.call.add_terms(grad, self.x, terms)
+    def add_terms(self, grad: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+        """Add the terms for the gradient that arrived; returns the tensors that they need."""
+        x = self.slot.x
+        if x is None:
+            raise BackwardError(
+                f"a layer with a weight of shape {tuple(self.call.weight.shape)}, in a "
+                "checkpointed or offloaded region, depends on no input and no parameter of the "
+                "stage, but on another tensor that requires a gradient. Expected such a tensor "
+                "to be a parameter: register it as one."
+            )
+        if x._version != self.slot.version:
+            raise modified(x, after="forward", before="input backward")
+        self.call.add_terms(grad, x, terms)
+        return x, grad
 
 
-class _Saving(torch.autograd.Function):
-    """A leaf module's call that keeps its input as autograd does, open to saved-tensor hooks."""
+class _Keep(torch.autograd.Function):
+    """The identity. Saves its input as autograd does, and hands it over in the backward."""
 
-    # Weight and bias are arguments for the edges alone: they make the node run without x.
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, sink: Sink
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight if weight.dtype is x.dtype else weight.to(x.dtype))
-        ctx.call = call
-        ctx.sink = sink
-        return call.run(x)
+    def forward(ctx: Any, x: Tensor, slot: _Slot) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.slot = slot
+        return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.sink.check_open()
-        x, weight = ctx.saved_tensors
-        ctx.call.add_terms(grad, x, ctx.sink.terms)
-        dx = ctx.call.input_grad(grad, x, weight) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None
+        (x,) = ctx.saved_tensors
+        ctx.slot.x, ctx.slot.version = x.detach(), x._version
+        return grad, None
 
 
 def deferring_forwards(root: nn.Module, sink: Sink) -> list[tuple[nn.Module, Forward]]:
@@ -251,13 +256,13 @@ def _convolution(module: Any, sink: Sink) -> Forward:
 
 def _can_defer(weight: Tensor, x: Tensor, sink: Sink, are_saves_hooked: bool) -> bool:
     """Whether this call's weight gradient is ours to compute, rather than autograd's."""
-    if not (torch.is_grad_enabled() and is_plain(x)):
+    if not (x.requires_grad and torch.is_grad_enabled() and is_plain(x)):
         return False
     if weight.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:  # In torch.func.vjp or the like.
         return False
-    return are_saves_hooked or (sink.taps is not None and x.requires_grad)
+    return are_saves_hooked or sink.taps is not None
 
 
 def _run_deferred(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Tensor:
@@ -266,14 +271,17 @@ def _run_deferred(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> 
     if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
     if are_saves_hooked:
-        saving: Forward = _Saving.apply
-        return saving(x, call.weight, call.bias, call, sink)
-    out = call.run(x)
-    assert out.grad_fn is not None  # `_can_defer` saw to it
-    assert sink.taps is not None
-    if sink.is_wary:
-        out.grad_fn.register_prehook(sink.refusal_unless(sink.owner))
-    sink.taps.append(Tap(out.grad_fn, call, x.detach(), x._version))
+        slot = _Slot(None)
+        keep: Forward = _Keep.apply
+        out = call.run(keep(x, slot))
+    else:
+        slot = _Slot(x.detach())
+        out = call.run(x)
+    if sink.taps is not None:  # Otherwise a recomputation, whose graph nobody runs.
+        assert out.grad_fn is not None  # `_can_defer` saw to it
+        if sink.is_wary:
+            out.grad_fn.register_prehook(sink.refusal_unless(sink.owner))
+        sink.taps.append(Tap(out.grad_fn, call, slot))
     return out
 
 

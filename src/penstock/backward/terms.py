@@ -25,10 +25,6 @@ class MatrixProduct:
         self._right = right
         self._alpha = alpha
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self._left, self._right
-
     def value(self) -> Tensor:
         product = torch.matmul(self._left, self._right)
         return product if self._alpha == 1 else product.mul_(self._alpha)
@@ -51,10 +47,6 @@ class SumTo:
         self._grad = grad
         self._shape = shape
         self._beta = beta
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self._grad,)
 
     def value(self) -> Tensor:
         grad, shape = self._grad, self._shape
@@ -121,10 +113,6 @@ class ConvolutionProduct:
         self._x = x
         self._weight = weight
         self._geometry = geometry
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self._grad, self._x
 
     def value(self) -> Tensor:
         return self._geometry.backward(self._grad, self._x, self._weight, of_input=False)
