@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import BackwardError, PipelineError
 
 if TYPE_CHECKING:
+    from penstock.backward import ForwardPass as ForwardPass
     from penstock.backward import PendingWeights as PendingWeights
     from penstock.backward import SplitEngine as SplitEngine
     from penstock.backward import stage_backward as stage_backward
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 # Each name that needs torch, and the module that defines it.
 # The imports above repeat it for type checkers; a test compares the two.
 _LAZY_NAMES = {
+    "ForwardPass": "penstock.backward",
     "PendingWeights": "penstock.backward",
     "SplitEngine": "penstock.backward",
     "stage_backward": "penstock.backward",
