@@ -163,3 +163,22 @@ def test_gradient_made_in_inference_mode_is_taken() -> None:
     SplitEngine(model).forward(_input()).backward(grad)
     assert model.bias.grad is not None
     assert torch.equal(torch.full((4,), 3.0), model.bias.grad)
+
+
+class PlainTensorInside(nn.Module):
+    """A checkpointed layer on a tensor that requires a gradient but is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.prompt = torch.randn(3, 4, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + checkpoint(self.layer, self.prompt, use_reentrant=False)
+        return y
+
+
+def test_checkpointed_layer_on_a_tensor_that_nobody_knows_is_refused() -> None:
+    forward = SplitEngine(PlainTensorInside()).forward(_input())
+    with pytest.raises(BackwardError, match=r"weight of shape \(4, 4\), .* register it as one"):
+        forward.backward_input(torch.ones(3, 4))
