@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # The first recomputation would load it, and leave a cycle of its own.
 from mechanisms import MECHANISMS, functions
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -381,6 +382,17 @@ def test_engine_defers_the_products_of_a_checkpointed_block(storages: Storages) 
     assert kept == storages.alive() - {"x", "output grad"}
     pending.run()
     assert set() == storages.alive()
+
+
+def test_weight_half_frees_a_checkpointed_blocks_inputs_though_its_outputs_live_on(
+    storages: Storages,
+) -> None:
+    run = SplitEngine(Checkpointed(storages)).forward(_input(storages))
+    outputs = run.outputs
+    _, pending = run.backward_input(_output_grad(storages))
+    pending.run()
+    assert set() == storages.alive() & {"linear input", "last input"}
+    assert outputs.grad_fn is not None  # The graph is held to here.
 
 
 def test_retained_groups_keep_what_another_weight_half_needs(storages: Storages) -> None:

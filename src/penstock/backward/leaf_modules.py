@@ -10,6 +10,7 @@ node before the module saves the input the ordinary way, and hands it to the tap
 backward comes by.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -117,7 +118,7 @@ class Tap(NamedTuple):
 
     def add_terms(self, grad: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
         """Add the terms for the gradient that arrived; returns the tensors that they need."""
-        x = self.slot.x
+        x, self.slot.x = self.slot.x, None  # The graph holds the slot as well, and may live on.
         if x is None:
             raise BackwardError(
                 f"a layer with a weight of shape {tuple(self.call.weight.shape)}, in a "
@@ -168,9 +169,15 @@ def _is_zero_padded(module: Any) -> bool:
     return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")  # Without it nothing is; loading it takes seconds.
+    is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return is_wrapper or module._compiled_call_impl is not None
+
+
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
     """The module and all below it, but for what is compiled: its forward must stay as it is."""
-    if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+    if _is_compiled(module):
         return
     yield module
     for child in module.children():
