@@ -112,3 +112,35 @@ def test_users_error_is_not_taken_for_a_released_graph() -> None:
     with pytest.raises(RuntimeError, match="cache miss") as caught:
         stage_backward_input(Failing.apply(x), torch.ones(3, 4), [x], [])
     assert not isinstance(caught.value, BackwardError)
+
+
+class TablesAndSparseEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 4, sparse=True)
+        self.table = nn.Parameter(torch.randn(2, 3, 4))
+        self.other = nn.Parameter(torch.randn(2, 3, 4))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        table = self.table + self.other + self.embedding(ids)
+        return x @ table.mT @ table
+
+
+def test_sparse_gradient_that_shares_memory_with_a_dense_one_stays_right() -> None:
+    """Found by random networks: autograd gives a table the very memory that holds the values
+    of the embedding's sparse gradient. Adding to the table first spoilt the embedding's."""
+    model = TablesAndSparseEmbedding().double()
+    params = list(model.parameters())
+    ids = [torch.randint(0, 4, (2, 3)) for _ in range(2)]
+    inputs = [torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    grads = [torch.randn(2, 3, 4, dtype=torch.float64) for _ in range(2)]
+    expected = torch.zeros(4, 4, dtype=torch.float64)
+    for x, i, grad in zip(inputs, ids, grads, strict=True):
+        expected += torch.autograd.grad(model(x, i), model.embedding.weight, grad)[0].to_dense()
+
+    outputs = [model(x, i) for x, i in zip(inputs, ids, strict=True)]
+    _, groups = stage_backward_input(outputs[0], grads[0], inputs[:1], params)
+    stage_backward(outputs[1], grads[1], inputs[1:])
+    stage_backward_weight(params, groups)
+    assert model.embedding.weight.grad is not None
+    torch.testing.assert_close(model.embedding.weight.grad.to_dense(), expected)

@@ -1,7 +1,7 @@
 """Settling: adding terms to parameters' gradients, and finishing as autograd would.
 
 [1] A parameter without hooks takes its terms directly, fused where the term can.
-[2] All else goes through one pass of autograd's own engine, so that tensor hooks,
+[2] All else goes through a pass of autograd's own engine, so that tensor hooks,
     post-accumulate-grad hooks and the accumulator hooks that data-parallel reducers
     rely on run in their order, once, with the gradient in place.
 """
@@ -58,32 +58,38 @@ def hooks_put_off(params: Sequence[Tensor]) -> Iterator[None]:
 def settle(terms: Terms, *, signal_accumulators: bool) -> None:
     """Add every term to the `.grad` of its parameter, and run the parameters' hooks.
 
-    `signal_accumulators`: give every parameter its part in step [2], because hooks that
-    cannot be seen from here may wait on its accumulator.
+    `signal_accumulators`: give every parameter a part in [2], if only a signal, because
+    hooks that cannot be seen from here may wait on its accumulator.
     """
-    sums = _Sums()
+    plain: Terms = []
     delivery = _Delivery()
+    signals = _Delivery()
     with torch.no_grad():
         for param, term in terms:
-            grad = param.grad
-            if not _adds_plainly(param, grad):
-                delivery.add(param, value_of(term))
-                continue
-            if grad is None:  # [1]
-                param.grad = _first_grad(param, term)
-            elif type(term) is MatrixProduct:
-                term.add_to(grad)
+            if _adds_plainly(param, param.grad):
+                plain.append((param, term))
             else:
-                sums.add(grad, value_of(term))
-            if signal_accumulators:
-                delivery.add(param, None)
-        sums.run()
-    if delivery.params:  # [2]
-        with torch.enable_grad():
-            signal: Tensor = _Deliver.apply(  # type: ignore[no-untyped-call]  # torch's is untyped
-                delivery.grads, *delivery.params
-            )
-        torch.autograd.backward(signal, torch.ones_like(signal))
+                delivery.add(param, value_of(term))
+        # First, since autograd may have let a sparse gradient share memory with a dense one.
+        delivery.run()  # [2]
+        _add_plainly(plain)  # [1]
+        if signal_accumulators:
+            for param, _ in plain:
+                signals.add(param, None)
+            signals.run()  # [2]
+
+
+def _add_plainly(terms: Terms) -> None:
+    sums = _Sums()
+    for param, term in terms:
+        grad = param.grad
+        if grad is None:
+            param.grad = _first_grad(param, term)
+        elif type(term) is MatrixProduct:
+            term.add_to(grad)
+        else:
+            sums.add(grad, value_of(term))
+    sums.run()
 
 
 def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
@@ -141,6 +147,15 @@ class _Delivery:
         elif grad is not None:
             so_far = self.grads[place]
             self.grads[place] = grad if so_far is None else so_far + grad
+
+    def run(self) -> None:
+        if not self.params:
+            return
+        with torch.enable_grad():
+            signal: Tensor = _Deliver.apply(  # type: ignore[no-untyped-call]  # torch's is untyped
+                self.grads, *self.params
+            )
+        torch.autograd.backward(signal, torch.ones_like(signal))
 
 
 class _Deliver(torch.autograd.Function):
