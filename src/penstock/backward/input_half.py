@@ -1,6 +1,6 @@
 """The input half: one engine pass that gives the input gradients and what W will need."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -95,6 +95,6 @@ def arrived_group(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> l
     arrived = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
     if not arrived:
         return []
-    by_id: Mapping[int, Tensor] = {id(param): param for param, _ in arrived}
+    by_id = {id(param): param for param, _ in arrived}
     sources = [Passage(param) for param, _ in arrived]
     return [ParamGroup(by_id, sources, [(grad,) for _, grad in arrived])]

@@ -63,7 +63,6 @@ def settle(terms: Terms, *, signal_accumulators: bool) -> None:
     """
     plain: Terms = []
     delivery = _Delivery()
-    signals = _Delivery()
     with torch.no_grad():
         for param, term in terms:
             if _adds_plainly(param, param.grad):
@@ -74,6 +73,7 @@ def settle(terms: Terms, *, signal_accumulators: bool) -> None:
         delivery.run()  # [2]
         _add_plainly(plain)  # [1]
         if signal_accumulators:
+            signals = _Delivery()
             for param, _ in plain:
                 signals.add(param, None)
             signals.run()  # [2]
@@ -85,6 +85,8 @@ def _add_plainly(terms: Terms) -> None:
         grad = param.grad
         if grad is None:
             param.grad = _first_grad(param, term)
+        elif grad.layout is not torch.strided:  # A sparse term came first.
+            param.grad = value_of(term) + grad
         elif type(term) is MatrixProduct:
             term.add_to(grad)
         else:
