@@ -26,8 +26,8 @@ check: $(READY) ## Check format, lint and types; run the tests that need one pro
 bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/split_backward/main.py
 
-fuzz: $(READY) ## Test the split backward on 20,000 random networks
-	PENSTOCK_FUZZ_EXAMPLES=20000 $(BIN)/pytest tests/backward/test_fuzz.py
+fuzz: $(READY) ## Run the tests that draw random examples, on many more of them
+	PENSTOCK_FUZZ=1 $(BIN)/pytest -m fuzz
 
 clean: ## Remove .venv, caches and build output
 	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from pieces import BATCH, TOKENS, WIDTH, PythonScaled
 from strategies import Case, ParamHook, cases
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fuzzing import examples
 from penstock.backward import (
     SplitEngine,
     stage_backward,
@@ -28,7 +29,7 @@ Seen = dict[tuple[str, str], list[Tensor]]
 
 
 @pytest.mark.fuzz
-@settings(settings.get_profile("fuzz"))
+@examples(500, long=20_000)
 @given(cases())
 def test_gradients_equal_those_of_plain_autograd(case: Case) -> None:
     model = case.network.build()

@@ -1,0 +1,139 @@
+"""What a rank can do: one frozen type per kind of action.
+
+`str()` of an action is its cell in the text format, such as `2F0`: stage 2, forward, microbatch 0.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias, TypeGuard
+
+# Plain integers under three names: a schedule is arithmetic on them, and its author writes 0F1 as
+# Forward(0, 1).
+Rank: TypeAlias = int
+StageId: TypeAlias = int
+MicrobatchId: TypeAlias = int
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Runs `stage` on `mb`."""
+
+    stage: StageId
+    mb: MicrobatchId
+
+    def __str__(self) -> str:
+        return f"{self.stage}F{self.mb}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Gradients of the inputs and of the weights of `stage` for `mb`, in one piece."""
+
+    stage: StageId
+    mb: MicrobatchId
+
+    def __str__(self) -> str:
+        return f"{self.stage}B{self.mb}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """Gradients of the inputs of `stage` for `mb`; its BackwardWeight must follow."""
+
+    stage: StageId
+    mb: MicrobatchId
+
+    def __str__(self) -> str:
+        return f"{self.stage}I{self.mb}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """Gradients of the weights of `stage` for `mb`; must follow its BackwardInput."""
+
+    stage: StageId
+    mb: MicrobatchId
+
+    def __str__(self) -> str:
+        return f"{self.stage}W{self.mb}"
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A forward and a backward of another microbatch, run together."""
+
+    forward: Forward
+    backward: Backward | BackwardInput
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation:
+    """Sends what the forward of `stage` made to the rank of the next stage; does not wait."""
+
+    stage: StageId
+    mb: MicrobatchId
+
+    def __str__(self) -> str:
+        return f"{self.stage}SEND_F{self.mb}"
+
+
+@dataclass(frozen=True, slots=True)
+class RecvActivation:
+    """Posts the receive of what the forward of `stage` needs; that forward waits for it."""
+
+    stage: StageId
+    mb: MicrobatchId
+
+    def __str__(self) -> str:
+        return f"{self.stage}RECV_F{self.mb}"
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradient:
+    """Sends the input gradients of `stage` to the rank of the stage before; does not wait."""
+
+    stage: StageId
+    mb: MicrobatchId
+
+    def __str__(self) -> str:
+        return f"{self.stage}SEND_B{self.mb}"
+
+
+@dataclass(frozen=True, slots=True)
+class RecvGradient:
+    """Posts the receive of what the backward of `stage` needs; that backward waits for it."""
+
+    stage: StageId
+    mb: MicrobatchId
+
+    def __str__(self) -> str:
+        return f"{self.stage}RECV_B{self.mb}"
+
+
+SingleCompute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
+Compute: TypeAlias = SingleCompute | Overlap
+Send: TypeAlias = SendActivation | SendGradient
+Recv: TypeAlias = RecvActivation | RecvGradient
+Comm: TypeAlias = Send | Recv
+Action: TypeAlias = Compute | Comm
+
+COMPUTE_TYPES = (Forward, Backward, BackwardInput, BackwardWeight, Overlap)
+COMM_TYPES = (SendActivation, RecvActivation, SendGradient, RecvGradient)
+
+
+def is_compute(action: Action) -> TypeGuard[Compute]:
+    """Whether `action` is a forward or backward, or a pair of them."""
+    return isinstance(action, COMPUTE_TYPES)
+
+
+def compute_parts(action: Action) -> tuple[SingleCompute, ...]:
+    """The forwards and backwards in `action`: two in an overlap, none in a send or receive."""
+    match action:
+        case Overlap(forward=forward, backward=backward):
+            return (forward, backward)
+        case Forward() | Backward() | BackwardInput() | BackwardWeight():
+            return (action,)
+        case _:
+            return ()

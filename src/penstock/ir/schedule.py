@@ -1,0 +1,116 @@
+"""The value that is generated, verified, simulated, drawn and executed."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ScheduleError
+from penstock.ir.action import COMM_TYPES, COMPUTE_TYPES, Action
+from penstock.ir.footprint import Footprint
+from penstock.ir.placement import Placement
+from penstock.ir.text import format_csv, parse_csv
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Schedule:
+    """The orders of all ranks, with the placement.
+
+    `str()` draws it, `to_csv()` writes it. Making one checks little; `verify()` checks all.
+
+    >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n")
+    >>> schedule
+    Schedule(2 ranks, 2 stages, 2 microbatches, 8 actions)
+    >>> print(schedule)
+    rank 0  0F0 0F1 .   0B0 .   0B1
+    rank 1  .   1F0 1B0 1F1 1B1
+    """
+
+    orders: tuple[tuple[Action, ...], ...]
+    placement: Placement
+    num_microbatches: int
+    has_comms: bool
+
+    def __init__(
+        self,
+        orders: Iterable[Iterable[Action]],
+        placement: Placement,
+        num_microbatches: int,
+    ) -> None:
+        frozen = tuple(map(tuple, orders))
+        kinds = {type(action) for order in frozen for action in order}
+        _check(frozen, placement, num_microbatches, kinds)
+        object.__setattr__(self, "orders", frozen)
+        object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "num_microbatches", num_microbatches)
+        object.__setattr__(self, "has_comms", not kinds.isdisjoint(COMM_TYPES))
+
+    @classmethod
+    def from_csv(cls, text: str) -> "Schedule":
+        """Reads PyTorch's text format, with or without communication."""
+        return cls(*parse_csv(text))
+
+    def to_csv(self) -> str:
+        """The schedule in PyTorch's text format; `from_csv` gives an equal schedule back."""
+        return format_csv(self.orders)
+
+    def verify(
+        self,
+        *,
+        costs: Footprint | None = None,
+        memory_cap: float | Sequence[float] | None = None,
+    ) -> None:
+        """Raises a ScheduleError if this cannot be run; see `penstock.passes.verify`."""
+        from penstock.passes.verify import verify
+
+        verify(self, costs=costs, memory_cap=memory_cap)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_actions(self) -> int:
+        return sum(map(len, self.orders))
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({_count(self.num_ranks, 'rank')}, {_count(self.num_stages, 'stage')}, "
+            f"{_count(self.num_microbatches, 'microbatch')}, "
+            f"{_count(self.num_actions, 'action')})"
+        )
+
+    def __str__(self) -> str:
+        from penstock.ir.grid import format_grid  # It draws what is defined here.
+
+        return format_grid(self)
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def _check(
+    orders: tuple[tuple[Action, ...], ...],
+    placement: Placement,
+    num_microbatches: int,
+    kinds: set[type],
+) -> None:
+    if len(orders) != placement.num_ranks:
+        raise ScheduleError(
+            f"There are {len(orders)} orders, but the placement has {placement.num_ranks} ranks. "
+            "Give one order for each rank."
+        )
+    if num_microbatches < 1:
+        raise ScheduleError(
+            f"num_microbatches is {num_microbatches}. A schedule has at least one microbatch."
+        )
+    if strange := kinds.difference(COMPUTE_TYPES, COMM_TYPES):
+        names = ", ".join(sorted(kind.__name__ for kind in strange))
+        raise ScheduleError(
+            f"An order holds {names}, which is no action. "
+            "Use the types of penstock.ir, such as Forward(0, 1)."
+        )

@@ -1,0 +1,175 @@
+"""The text format: one line per rank, one cell per action, as PyTorch writes and reads it.
+
+    0F0,0F1,,0B0,0B1
+    1F0,1B0,1F1,1B1
+
+An empty cell is an idle slot; it says nothing about the order and is dropped.
+So are the cells by which torch gathers and frees sharded parameters.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from penstock.errors import ScheduleError
+from penstock.ir.action import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    MicrobatchId,
+    Overlap,
+    RecvActivation,
+    RecvGradient,
+    SendActivation,
+    SendGradient,
+    StageId,
+)
+from penstock.ir.placement import Placement
+
+_KINDS: Final[dict[str, Callable[[StageId, MicrobatchId], Action]]] = {
+    "F": Forward,
+    "B": Backward,
+    "I": BackwardInput,
+    "W": BackwardWeight,
+    "SEND_F": SendActivation,
+    "RECV_F": RecvActivation,
+    "SEND_B": SendGradient,
+    "RECV_B": RecvGradient,
+}
+# Nine digits are more stages or microbatches than anyone has, and keep numbers within bounds.
+_SINGLE = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{1,9})")
+_OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+_SHARDING = re.compile(r"[0-9]{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)")
+
+_EXPECTED = (
+    "Expected a cell like 0F1 (stage, kind, microbatch), the kind being one of "
+    f"{', '.join(_KINDS)}, or a pair like (0F2;3B1)OVERLAP_F_B, or nothing."
+)
+
+
+class Cell(NamedTuple):
+    """An action, and where in the text it was; lines and cells are counted from 1."""
+
+    action: Action
+    line: int
+    cell: int
+
+
+class ParsedText(NamedTuple):
+    """What a text says: the orders, and what follows from them."""
+
+    orders: tuple[tuple[Action, ...], ...]
+    placement: Placement
+    num_microbatches: int
+
+
+def parse_csv(text: str) -> ParsedText:
+    """Reads the format above; the stages that a line names are those that its rank holds."""
+    lines = [list(_read_line(row, line)) for line, row in enumerate(_read_rows(text), start=1)]
+    if not lines:
+        raise _error(1, 1, "the text is empty.", "Expected one line of actions for each rank.")
+    holder: dict[int, Cell] = {}
+    for line, cells in enumerate(lines, start=1):
+        if not cells:
+            raise _error(
+                line, 1, "the line has no action.", "Every rank holds a stage: remove the line."
+            )
+        for cell in cells:
+            for stage in _stages(cell.action):
+                _check_holder(holder.setdefault(stage, cell), cell, stage)
+    _check_stages_are_complete(holder)
+    return ParsedText(
+        orders=tuple(tuple(cell.action for cell in cells) for cells in lines),
+        placement=Placement(holder[stage].line - 1 for stage in range(len(holder))),
+        num_microbatches=1
+        + max(_largest_microbatch(cell.action) for cells in lines for cell in cells),
+    )
+
+
+def format_csv(orders: tuple[tuple[Action, ...], ...]) -> str:
+    """The orders in the format above, a line ending with a newline for each rank."""
+    return "".join(",".join(map(str, order)) + "\n" for order in orders)
+
+
+def parse_cell(cell: str) -> Action | None:
+    """The action that `cell` names, or None if it names none.
+
+    >>> parse_cell("2I3")
+    BackwardInput(stage=2, mb=3)
+    """
+    if match := _SINGLE.fullmatch(cell):
+        stage, kind, mb = match.groups()
+        if kind in _KINDS:
+            return _KINDS[kind](int(stage), int(mb))
+    elif match := _OVERLAP.fullmatch(cell):
+        match parse_cell(match[1].strip()), parse_cell(match[2].strip()):
+            case Forward() as forward, (Backward() | BackwardInput()) as backward:
+                return Overlap(forward, backward)
+    return None
+
+
+def _read_rows(text: str) -> list[list[str]]:
+    reader = csv.reader(io.StringIO(text, newline=""))
+    rows: list[list[str]] = []
+    try:
+        rows.extend(reader)
+    except csv.Error as exc:
+        raise _error(len(rows) + 1, 1, f"the line cannot be read: {exc}.", _EXPECTED) from exc
+    while rows and not rows[-1]:
+        rows.pop()  # Empty lines at the end of a file are no ranks.
+    return rows
+
+
+def _read_line(row: list[str], line: int) -> Iterator[Cell]:
+    for number, raw in enumerate(row, start=1):
+        cell = raw.strip()
+        if not cell or _SHARDING.fullmatch(cell):
+            continue
+        action = parse_cell(cell)
+        if action is None:
+            shown = cell if len(cell) <= 40 else f"{cell[:40]}…"
+            raise _error(line, number, f"{shown!r} is not an action.", _EXPECTED)
+        yield Cell(action, line, number)
+
+
+def _check_holder(first: Cell, cell: Cell, stage: int) -> None:
+    if first.line != cell.line:
+        raise _error(
+            cell.line,
+            cell.cell,
+            f"{cell.action} is on rank {cell.line - 1}, "
+            f"but {first.action} of the same stage is on rank {first.line - 1}.",
+            f"All actions of a stage are on one rank: keep stage {stage} on one line.",
+        )
+
+
+def _check_stages_are_complete(holder: dict[int, Cell]) -> None:
+    for stage in range(len(holder)):
+        if stage not in holder:
+            last = holder[max(holder)]
+            raise _error(
+                last.line,
+                last.cell,
+                f"{last.action} is of stage {max(holder)}, but stage {stage} is on no line.",
+                "Stages are numbered from 0 along the data path: leave no number out.",
+            )
+
+
+def _stages(action: Action) -> tuple[StageId, ...]:
+    if isinstance(action, Overlap):
+        return (action.forward.stage, action.backward.stage)
+    return (action.stage,)
+
+
+def _largest_microbatch(action: Action) -> MicrobatchId:
+    if isinstance(action, Overlap):
+        return max(action.forward.mb, action.backward.mb)
+    return action.mb
+
+
+def _error(line: int, cell: int, wrong: str, expected: str) -> ScheduleError:
+    return ScheduleError(f"line {line}, cell {cell}: {wrong}\n{expected}")

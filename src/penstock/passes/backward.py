@@ -1,0 +1,75 @@
+"""Cuts full backwards in two, and puts the halves together again."""
+
+from collections.abc import Callable, Iterator
+
+from penstock.ir import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Overlap,
+    Schedule,
+    SendGradient,
+)
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """Every B becomes I and W; W comes after the sends that follow, so that they do not wait."""
+    return _rewrite(schedule, _split)
+
+
+def fuse_backward(schedule: Schedule) -> Schedule:
+    """I and W of one stage and microbatch become B where they are side by side."""
+    return _rewrite(schedule, _fuse)
+
+
+def _rewrite(
+    schedule: Schedule, rewrite: Callable[[tuple[Action, ...]], Iterator[Action]]
+) -> Schedule:
+    orders = [rewrite(order) for order in schedule.orders]
+    return Schedule(orders, schedule.placement, schedule.num_microbatches)
+
+
+def _split(order: tuple[Action, ...]) -> Iterator[Action]:
+    held_back: list[Action] = []
+    for action in order:
+        if not isinstance(action, SendGradient):
+            yield from held_back
+            held_back = []
+        match action:
+            case Backward(stage=stage, mb=mb):
+                yield BackwardInput(stage, mb)
+                held_back = [BackwardWeight(stage, mb)]
+            case Overlap(forward=forward, backward=Backward(stage=stage, mb=mb)):
+                yield Overlap(forward, BackwardInput(stage, mb))
+                held_back = [BackwardWeight(stage, mb)]
+            case _:
+                yield action
+    yield from held_back
+
+
+def _fuse(order: tuple[Action, ...]) -> Iterator[Action]:
+    following = iter(order[1:])
+    skip = False
+    for action in order:
+        after = next(following, None)
+        if skip:
+            skip = False
+            continue
+        fused = _fuse_pair(action, after)
+        skip = fused is not None
+        yield action if fused is None else fused
+
+
+def _fuse_pair(action: Action, after: Action | None) -> Action | None:
+    match action, after:
+        case BackwardInput(stage=stage, mb=mb), BackwardWeight() if after == BackwardWeight(
+            stage, mb
+        ):
+            return Backward(stage, mb)
+        case Overlap(
+            forward=forward, backward=BackwardInput(stage=stage, mb=mb)
+        ), BackwardWeight() if after == BackwardWeight(stage, mb):
+            return Overlap(forward, Backward(stage, mb))
+        case _:
+            return None

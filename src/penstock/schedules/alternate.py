@@ -1,0 +1,35 @@
+"""The two moves that most algorithms are made of."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+
+from penstock.ir import Action, Backward, BackwardInput, BackwardWeight, Forward
+
+
+def alternate(
+    forwards: Sequence[Forward], backwards: Sequence[Backward], *, ahead: int
+) -> Iterator[Action]:
+    """`ahead` forwards, then a backward and a forward in turn, then the remaining backwards."""
+    yield from forwards[:ahead]
+    for backward, forward in zip_longest(backwards, forwards[ahead:]):
+        yield backward
+        if forward is not None:
+            yield forward
+
+
+def delay_weights(order: Iterable[Action], *, delay: int) -> Iterator[Action]:
+    """Cuts each B in two; `delay` of the W wait at a time, the rest follow at the end.
+
+    With delay 1, `B0 B1 B2` becomes `I0 I1 W0 I2 W1 W2`.
+    """
+    waiting: deque[BackwardWeight] = deque()
+    for action in order:
+        if isinstance(action, Backward):
+            yield BackwardInput(action.stage, action.mb)
+            waiting.append(BackwardWeight(action.stage, action.mb))
+            if len(waiting) > delay:
+                yield waiting.popleft()
+        else:
+            yield action
+    yield from waiting

@@ -1,0 +1,114 @@
+"""What all algorithms share: how one is described, called and checked.
+
+Legend, here and in every file of this folder: p ranks, m microbatches, v stages per rank;
+f, i, w are the times of F, I and W of one rank's whole share, c is the delay of a message.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from penstock.errors import ScheduleError
+from penstock.ir import Action, Placement, Schedule
+
+
+class Shape(NamedTuple):
+    """How many ranks, microbatches, and stages per rank."""
+
+    p: int
+    m: int
+    v: int
+
+
+class Times(NamedTuple):
+    """What a rank's whole share costs, and how long a message takes."""
+
+    f: float = 1.0
+    i: float = 1.0
+    w: float = 1.0
+    c: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.f + self.i + self.w
+
+
+Orders: TypeAlias = Iterable[Iterable[Action]]
+Clock: TypeAlias = Literal["makespan", "span"]
+
+
+def linear(shape: Shape) -> Placement:
+    """One stage per rank."""
+    return Placement.linear(shape.p)
+
+
+def loop(shape: Shape) -> Placement:
+    """Round after round, v times."""
+    return Placement.loop(shape.p, stages_per_rank=shape.v)
+
+
+def there_and_back(shape: Shape) -> Placement:
+    """Two stages per rank, in a V."""
+    return Placement.v(shape.p)
+
+
+class Bubble(NamedTuple):
+    """What is known of the idle time of a rank, if all stages cost the same."""
+
+    time: Callable[[Shape, Times], float]
+    clock: Clock
+    holds: Callable[[Shape, Times], bool] = lambda shape, times: True
+    """For which shapes and times this is exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Generator:
+    """An algorithm that makes schedules: call it with the numbers of ranks and microbatches.
+
+    >>> from penstock import schedules
+    >>> schedules.get("1F1B")(num_ranks=4, num_microbatches=8)
+    Schedule(4 ranks, 4 stages, 8 microbatches, 64 actions)
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    source: str = ""
+    """The paper or program that it is from."""
+    orders: Callable[[Shape], Orders]
+    placement: Callable[[Shape], Placement] = linear
+    stages_per_rank: int = 1
+    """As many as each rank holds, unless the caller may choose and does."""
+    takes_any_stages_per_rank: bool = False
+    min_microbatches: Callable[[Shape], int] = lambda shape: 1
+    bubble: Bubble | None = None
+    peak: Callable[[Shape], float] | None = None
+    """The most microbatches whose activations a rank holds, counting a whole rank's share as 1."""
+
+    def __call__(
+        self, *, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
+    ) -> Schedule:
+        """The schedule; `stages_per_rank` is the algorithm's own number if it is not given."""
+        v = self.stages_per_rank if stages_per_rank is None else stages_per_rank
+        shape = Shape(num_ranks, num_microbatches, v)
+        self._check(shape)
+        return Schedule(self.orders(shape), self.placement(shape), num_microbatches)
+
+    def __repr__(self) -> str:
+        return f"<schedule generator {self.name}>"
+
+    def _check(self, shape: Shape) -> None:
+        if shape.p < 1:
+            raise ScheduleError(f"num_ranks is {shape.p}. {self.name} needs at least 1.")
+        any_will_do = self.takes_any_stages_per_rank and shape.v >= 1
+        if not any_will_do and shape.v != self.stages_per_rank:
+            expected = "at least 1" if self.takes_any_stages_per_rank else self.stages_per_rank
+            raise ScheduleError(
+                f"stages_per_rank is {shape.v}. {self.name} needs {expected}. Leave it out, or use "
+                "a schedule that takes any number, such as Interleaved1F1B."
+            )
+        fewest = self.min_microbatches(shape)
+        if shape.m < fewest:
+            raise ScheduleError(
+                f"num_microbatches is {shape.m}. {self.name} on {shape.p} ranks needs at least "
+                f"{fewest}. Cut the batch into more microbatches, or use fewer ranks."
+            )

@@ -1,0 +1,71 @@
+"""DualPipeV. Two stages per rank, in a V. Forwards overlap backwards of other microbatches.
+
+From DeepSeek's DualPipe, cut in half as described by Sea AI Lab. Needs m >= 2p.
+Holds p + 1/2 microbatches: half a microbatch more than ZB-V, as a pair holds both its halves.
+
+    rank r, its first stage "down", its second "up"
+    [1] 2(p - r - 1) times F down           [5] p - r - 1 times B up, then F up with B down
+    [2] r + 1 times F down, F up            [6] r + 1 times B up, B down; I in the second half
+    [3] p - r - 1 times I up, W, F up       [7] p - r - 1 times W, I down
+    [4] m - 2p + r + 1 times                [8] the W that are left
+        F down with B up, F up with B down
+"""
+
+from penstock.ir import Action
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, there_and_back
+from penstock.schedules.writer import Writer
+
+
+def _order(p: int, m: int, rank: int) -> list[Action]:
+    down, up = rank, 2 * p - 1 - rank
+    writer = Writer()
+    for _ in range(2 * (p - rank - 1)):  # [1]
+        writer.forward(down)
+    for _ in range(rank + 1):  # [2]
+        writer.forward(down)
+        writer.forward(up)
+    for _ in range(p - rank - 1):  # [3]
+        writer.backward_input(up)
+        writer.backward_weight()
+        writer.forward(up)
+    for turn in range(m - 2 * p + rank + 1):  # [4]
+        if turn == 0 and rank == p - 1:  # Its first backward should not wait for a forward.
+            writer.forward(down)
+            writer.backward(up)
+        else:
+            writer.overlap(down, up)
+        writer.overlap(up, down)
+    for _ in range(p - rank - 1):  # [5]
+        writer.backward(up)
+        writer.overlap(up, down)
+    for turn in range(2 * (rank + 1)):  # [6]
+        add = writer.backward if turn <= rank else writer.backward_input
+        add(up if turn % 2 == 0 else down)
+    for _ in range(p - rank - 1):  # [7]
+        writer.backward_weight()
+        writer.backward_input(down)
+    writer.backward_weights()  # [8]
+    return writer.order
+
+
+def _orders(shape: Shape) -> Orders:
+    p, m, _ = shape
+    return [_order(p, m, rank) for rank in range(p)]
+
+
+def _bubble(shape: Shape, times: Times) -> float:
+    backward = times.i + times.w
+    pair = times.f + backward
+    return (shape.p - 1) * (pair + backward - 3 * times.w) / 2
+
+
+dual_pipe_v = Generator(
+    name="DualPipeV",
+    source="DeepSeek DualPipe, arXiv:2412.19437, in its V form",
+    orders=_orders,
+    placement=there_and_back,
+    stages_per_rank=2,
+    min_microbatches=lambda shape: 2 * shape.p,
+    bubble=Bubble(_bubble, "makespan", lambda shape, t: t.f == t.i and t.c == 0),
+    peak=lambda shape: shape.p + 0.5,
+)

@@ -1,0 +1,37 @@
+"""Forwards only, for inference. Any number of stages per rank, in a loop. Holds nothing.
+
+    p=3, m=3, v=1
+    rank 0  F0 F1 F2
+    rank 1     F0 F1 F2
+    rank 2        F0 F1 F2
+
+With several stages per rank, all microbatches go through a stage before the next stage's turn.
+"""
+
+from penstock.ir import Forward
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, loop
+
+
+def _bubble(shape: Shape, times: Times) -> float:
+    """The ramp; with fewer microbatches than ranks, a wait in each further round."""
+    p, m, v = shape
+    hop = times.f / v + times.c
+    return (p - 1) * hop + (v - 1) * max(0.0, p * hop - m * times.f / v) * (p > 1)
+
+
+def _orders(shape: Shape) -> Orders:
+    p, m, v = shape
+    for rank in range(p):
+        yield [Forward(rank + turn * p, mb) for turn in range(v) for mb in range(m)]
+
+
+forward_only = Generator(
+    name="ForwardOnly",
+    aliases=("Inference",),
+    source="the forward half of GPipe, arXiv:1811.06965",
+    placement=loop,
+    takes_any_stages_per_rank=True,
+    bubble=Bubble(_bubble, "makespan"),
+    peak=lambda shape: 1 / shape.v,
+    orders=_orders,
+)

@@ -1,0 +1,27 @@
+"""GPipe. One stage per rank. Holds all microbatches. Bubble as 1F1B. arXiv:1811.06965.
+
+p=3, m=3, F=B=1     [1] all forwards  [2] all backwards
+rank 0  F0 F1 F2 .  .  .  .  B0 B1 B2
+rank 1     F0 F1 F2 .  .  B0 B1 B2
+rank 2        F0 F1 F2 B0 B1 B2
+"""
+
+from penstock.ir import Backward, Forward
+from penstock.schedules.base import Bubble, Generator, Orders, Shape
+
+
+def _orders(shape: Shape) -> Orders:
+    for rank in range(shape.p):
+        yield [
+            *(Forward(rank, mb) for mb in range(shape.m)),  # [1]
+            *(Backward(rank, mb) for mb in range(shape.m)),  # [2]
+        ]
+
+
+gpipe = Generator(
+    name="GPipe",
+    source="GPipe, arXiv:1811.06965",
+    bubble=Bubble(lambda shape, t: (shape.p - 1) * (t.total + 2 * t.c), "makespan"),
+    peak=lambda shape: shape.m,
+    orders=_orders,
+)

@@ -1,0 +1,75 @@
+"""Interleaved 1F1B. Any number of stages per rank, in a loop. A v-th of 1F1B's bubble for more
+memory and messages. arXiv:2104.04473 section 2.2.
+
+    p=2, m=4, v=2, F=B=1     [1] warm-up  [2] steady: B then F  [3] drain
+    rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
+    rank 1  .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+Microbatches go in rounds of p: a round passes a stage before the rank's next stage has its turn.
+Where p does not divide m, the rounds are made larger, all as equal as can be, so that it works for
+every m; a larger round holds more memory.
+"""
+
+from itertools import pairwise
+
+from penstock.ir import Action, Backward, Forward
+from penstock.schedules.alternate import alternate
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, loop
+
+
+def rounds(shape: Shape) -> list[range]:
+    """The microbatches in rounds of p, or of a little more where p does not divide m."""
+    count = max(1, shape.m // shape.p)
+    bounds = [-(-shape.m * k // count) for k in range(count + 1)]  # Larger rounds first.
+    return [range(first, last) for first, last in pairwise(bounds)]
+
+
+def forwards_ahead(shape: Shape, rank: int, *, per_rank: int) -> int:
+    """How many forwards a rank runs before its first backward: `per_rank` more than the next."""
+    return (shape.v - 1) * len(rounds(shape)[0]) + per_rank * (shape.p - 1 - rank) + 1
+
+
+def interleave(shape: Shape, rank: int, *, per_rank: int, lead: int = 0) -> list[Action]:
+    """The order of `rank`, with full backwards.
+
+    In each round the rank's first stage runs `lead` microbatches further than its other stages.
+    """
+    p, m, v = shape
+    stages = range(rank, p * v, p)
+    forwards = []
+    backwards = []
+    done = 0
+    for group in rounds(shape):
+        upto = min(m, group.stop + lead)
+        forwards += [Forward(rank, mb) for mb in range(done, upto)]
+        forwards += [Forward(stage, mb) for stage in stages[1:] for mb in group]
+        backwards += [Backward(stage, mb) for stage in reversed(stages) for mb in group]
+        done = upto
+    ahead = forwards_ahead(shape, rank, per_rank=per_rank) + lead
+    return list(alternate(forwards, backwards, ahead=ahead))
+
+
+def _bubble(shape: Shape, times: Times) -> float:
+    p, _, v = shape
+    return (p - 1) * times.total / v + 2 * (v * p - 1) * times.c
+
+
+def _holds(shape: Shape, times: Times) -> bool:
+    p, m, _ = shape
+    return m >= p and (times.c == 0 or (m % p == 0 and p > 1))
+
+
+def _orders(shape: Shape) -> Orders:
+    return [interleave(shape, rank, per_rank=2) for rank in range(shape.p)]
+
+
+interleaved_1f1b = Generator(
+    name="Interleaved1F1B",
+    source="Megatron-LM, arXiv:2104.04473 section 2.2; the term of c is fitted",
+    placement=loop,
+    stages_per_rank=2,
+    takes_any_stages_per_rank=True,
+    bubble=Bubble(_bubble, "makespan", _holds),
+    peak=lambda shape: min(shape.m * shape.v, forwards_ahead(shape, 0, per_rank=2)) / shape.v,
+    orders=_orders,
+)

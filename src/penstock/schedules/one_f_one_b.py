@@ -1,0 +1,40 @@
+"""1F1B. One stage per rank. Holds p microbatches at most. Bubble as GPipe. arXiv:1806.03377.
+
+    p=3, m=4, F=B=1     [1] warm-up: p - rank forwards  [2] steady: B then F  [3] drain
+    rank 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+    rank 1     F0 F1 .  B0 F2 B1 F3 B2 .  B3
+    rank 2        F0 B0 F1 B1 F2 B2 F3 B3
+
+Delays add up: each p microbatches wait for a message to go down and up once.
+"""
+
+from penstock.ir import Backward, Forward
+from penstock.schedules.alternate import alternate
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times
+
+
+def _bubble(shape: Shape, times: Times) -> float:
+    p, m, _ = shape
+    if p == 1:
+        return 0.0
+    return (p - 1) * times.total + (2 * (p - 1) * m / p + 2 * (p - 2)) * times.c
+
+
+def _orders(shape: Shape) -> Orders:
+    p, m, _ = shape
+    for rank in range(p):
+        forwards = [Forward(rank, mb) for mb in range(m)]
+        backwards = [Backward(rank, mb) for mb in range(m)]
+        yield alternate(forwards, backwards, ahead=p - rank)
+
+
+one_f_one_b = Generator(
+    name="1F1B",
+    aliases=("OneFOneB", "PipeDream-Flush", "DAPPLE"),
+    source="PipeDream, arXiv:1806.03377; DAPPLE, arXiv:2007.01045; the term of c is fitted",
+    bubble=Bubble(
+        _bubble, "makespan", lambda shape, t: t.c == 0 or (shape.m % shape.p == 0 and shape.p > 1)
+    ),
+    peak=lambda shape: min(shape.m, shape.p),
+    orders=_orders,
+)

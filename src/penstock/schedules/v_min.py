@@ -1,0 +1,46 @@
+"""V-Min. Two stages per rank, in a V. A third of 1F1B's memory, about two thirds of its bubble.
+
+arXiv:2405.15362. Holds (p + 4) // 3 microbatches at most, the least of all.
+
+The order is made for F = I = W; with other times it still holds no more, but ranks wait in every
+period, so that the bubble grows with m.
+"""
+
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, there_and_back
+from penstock.schedules.building_block import Block, repeat_block
+
+
+def _orders(shape: Shape) -> Orders:
+    p = shape.p
+    shift = 2 if p % 3 == 0 else 0
+
+    def block(rank: int) -> Block:
+        return Block(
+            forward_down=rank,
+            forward_up=2 * p - 1 - rank,
+            input_up=2 * p + shift + rank,
+            input_down=4 * p + shift - 1 - rank,
+        )
+
+    return repeat_block(shape, block)
+
+
+def _bubble(shape: Shape, times: Times) -> float:
+    """About 4 passes per rank, where 1F1B has 6."""
+    passes = 4 * shape.p - (3 if shape.p % 3 == 0 else 5) if shape.p > 1 else 0
+    return passes * times.total / 6
+
+
+v_min = Generator(
+    name="V-Min",
+    source="Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
+    orders=_orders,
+    placement=there_and_back,
+    stages_per_rank=2,
+    bubble=Bubble(
+        _bubble,
+        "makespan",
+        lambda shape, t: t.f == t.i == t.w and t.c == 0 and shape.m >= shape.p,
+    ),
+    peak=lambda shape: min(shape.m, (shape.p + 4) // 3),
+)

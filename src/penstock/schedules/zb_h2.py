@@ -1,0 +1,35 @@
+"""ZB-H2. One stage per rank. Twice the memory of 1F1B, and no bubble by span if F = I = W.
+
+arXiv:2401.10241 section 2.
+
+    p=3, m=6, F=I=W=1     rank r runs 2(p - r) - 1 forwards ahead and puts off 2r weight backwards
+    rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
+    rank 1     F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
+    rank 2        F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+"""
+
+from penstock.ir import Backward, Forward
+from penstock.schedules.alternate import alternate, delay_weights
+from penstock.schedules.base import Bubble, Generator, Orders, Shape
+
+
+def _orders(shape: Shape) -> Orders:
+    p, m, _ = shape
+    for rank in range(p):
+        forwards = [Forward(rank, mb) for mb in range(m)]
+        backwards = [Backward(rank, mb) for mb in range(m)]
+        order = alternate(forwards, backwards, ahead=2 * (p - rank) - 1)
+        yield delay_weights(order, delay=2 * rank)
+
+
+zb_h2 = Generator(
+    name="ZB-H2",
+    source="Zero Bubble Pipeline Parallelism, arXiv:2401.10241 section 2.3",
+    bubble=Bubble(
+        lambda shape, t: (shape.p - 1) * (t.f + t.i - 2 * t.w + 2 * t.c),
+        "span",
+        lambda shape, t: shape.m >= 2 * shape.p - 1,
+    ),
+    peak=lambda shape: min(shape.m, 2 * shape.p - 1),
+    orders=_orders,
+)

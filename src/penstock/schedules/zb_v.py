@@ -1,0 +1,78 @@
+"""ZB-V. Two stages per rank, in a V. Memory as 1F1B. No bubble by span if F = I = W.
+
+arXiv:2401.10241 section 6.
+
+    p=2, m=4, F=I=W=1 (stages 0 and 3 on rank 0, 1 and 2 on rank 1)
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 …
+    rank 1  .   1F0 2F0 1F1 2F1 1F2 2I0 2W0 1I0 1W0 2F2 2I1 2W1 1I1 1W1 …
+
+[1] Forwards of the first stage until the first microbatch is back. [2] Forwards of both stages.
+[3] The second stage's backwards begin. [4] Steady: F, I, W of one stage, then of the other.
+[5] Inputs first, so that no other rank waits. [6] The weights that are left.
+
+The construction is for m >= 2p - 1; for fewer microbatches the others are left out of it, and the
+gaps that they leave are squeezed out.
+"""
+
+from penstock.ir import Action
+from penstock.ir.action import compute_parts
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, there_and_back
+from penstock.schedules.building_block import squeeze
+from penstock.schedules.writer import Writer
+
+
+def _order(p: int, m: int, rank: int) -> list[Action]:
+    down, up = rank, 2 * p - 1 - rank
+    writer = Writer()
+    for _ in range(2 * (p - rank) - 1):  # [1]
+        writer.forward(down)
+    for _ in range(rank):  # [2]
+        writer.forward(up)
+        writer.forward(down)
+    for _ in range(p - rank):  # [3]
+        _add_passes_up(writer, up)
+    while writer.num_forwards[up] < m:  # [4]
+        if writer.num_forwards[down] < m:
+            writer.forward(down)
+        writer.backward_input(down)
+        writer.backward_weight()
+        _add_passes_up(writer, up)
+    for _ in range(rank):  # [5]
+        writer.backward_input(down)
+        writer.backward_input(up)
+    for _ in range(p - rank):
+        writer.backward_input(down)
+        writer.backward_weight()
+    writer.backward_weights()  # [6]
+    return writer.order
+
+
+def _add_passes_up(writer: Writer, up: int) -> None:
+    writer.forward(up)
+    writer.backward_input(up)
+    writer.backward_weight()
+
+
+def _orders(shape: Shape) -> Orders:
+    p, m, _ = shape
+    wanted = max(m, 2 * p - 1)
+    orders = [_order(p, wanted, rank) for rank in range(p)]
+    if wanted == m:
+        return orders
+    return squeeze(shape, [[a for a in order if compute_parts(a)[0].mb < m] for order in orders])
+
+
+def _holds(shape: Shape, times: Times) -> bool:
+    return times.f == times.i >= times.w and times.c == 0 and shape.m >= 2 * shape.p - 1
+
+
+zb_v = Generator(
+    name="ZB-V",
+    aliases=("ZBVZeroBubble",),
+    source="Zero Bubble Pipeline Parallelism, arXiv:2401.10241 section 6",
+    orders=_orders,
+    placement=there_and_back,
+    stages_per_rank=2,
+    bubble=Bubble(lambda shape, t: (shape.p - 1) * (t.f + t.i - 2 * t.w) / 2, "span", _holds),
+    peak=lambda shape: min(shape.m, shape.p),
+)

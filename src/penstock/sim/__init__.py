@@ -1,0 +1,18 @@
+"""The simulator: when everything happens, and how much memory it takes."""
+
+from penstock.sim.cost import CostTable
+from penstock.sim.engine import Timeline
+from penstock.sim.memory import MemoryPoint
+from penstock.sim.report import Idle, RankReport, Report, TimedAction
+from penstock.sim.simulate import simulate
+
+__all__ = [
+    "CostTable",
+    "Idle",
+    "MemoryPoint",
+    "RankReport",
+    "Report",
+    "TimedAction",
+    "Timeline",
+    "simulate",
+]

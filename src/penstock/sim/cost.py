@@ -1,0 +1,152 @@
+"""What each stage costs: times, memory, and what it takes to send its output on."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from penstock.errors import CostError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """Times and memory of every stage, and of the edges between neighbouring stages.
+
+    Times are in one unit, memory in another; which ones is up to you.
+    Edge e joins stages e and e + 1, in both directions. A message on it takes `delay`, which many
+    can do at once, and `message_bytes / bandwidth`, which those of one channel do one by one.
+
+    >>> CostTable.uniform(4, forward=2.0).forward
+    (2.0, 2.0, 2.0, 2.0)
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    backward: tuple[float, ...]
+    after_forward: tuple[float, ...]
+    """Memory that a microbatch holds from the start of its forward to the end of its I or B."""
+    after_input: tuple[float, ...]
+    """Memory that a microbatch holds from the end of its I to the end of its W."""
+    delay: tuple[float, ...]
+    message_bytes: tuple[float, ...]
+    bandwidth: tuple[float, ...]
+    overlap_saving: float = 0.0
+    """Share of the shorter half that an overlapped pair saves: 0 none, 1 all of it."""
+
+    def __init__(
+        self,
+        *,
+        forward: Iterable[float],
+        backward_input: Iterable[float],
+        backward_weight: Iterable[float],
+        backward: Iterable[float] | None = None,
+        after_forward: Iterable[float] | float = 1.0,
+        after_input: Iterable[float] | float = 1.0,
+        delay: Iterable[float] | float = 0.0,
+        message_bytes: Iterable[float] | float = 0.0,
+        bandwidth: Iterable[float] | float = math.inf,
+        overlap_saving: float = 0.0,
+    ) -> None:
+        """One value per stage, or per edge; a single number stands for all of them.
+
+        A full backward costs as much as its halves if it is not given.
+        """
+        halves = tuple(backward_input), tuple(backward_weight)
+        stages = tuple(forward)
+        full = tuple(map(sum, zip(*halves, strict=False))) if backward is None else tuple(backward)
+        num_stages, num_edges = len(stages), max(len(stages) - 1, 0)
+        values = {
+            "forward": stages,
+            "backward_input": halves[0],
+            "backward_weight": halves[1],
+            "backward": full,
+            "after_forward": _spread(after_forward, num_stages),
+            "after_input": _spread(after_input, num_stages),
+            "delay": _spread(delay, num_edges),
+            "message_bytes": _spread(message_bytes, num_edges),
+            "bandwidth": _spread(bandwidth, num_edges),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "overlap_saving", overlap_saving)
+        self._check()
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        *,
+        stages_per_rank: int = 1,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        backward: float | None = None,
+        after_forward: float = 1.0,
+        after_input: float = 1.0,
+        delay: float = 0.0,
+        message_bytes: float = 0.0,
+        bandwidth: float = math.inf,
+        overlap_saving: float = 0.0,
+    ) -> "CostTable":
+        """The same costs for every stage.
+
+        Times and memory are those of `stages_per_rank` stages together, so that placements can be
+        compared: with 2, each stage costs half.
+        """
+        share = 1 / stages_per_rank
+        return cls(
+            forward=[forward * share] * num_stages,
+            backward_input=[backward_input * share] * num_stages,
+            backward_weight=[backward_weight * share] * num_stages,
+            backward=None if backward is None else [backward * share] * num_stages,
+            after_forward=after_forward * share,
+            after_input=after_input * share,
+            delay=delay,
+            message_bytes=message_bytes,
+            bandwidth=bandwidth,
+            overlap_saving=overlap_saving,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward)
+
+    @property
+    def transfer(self) -> tuple[float, ...]:
+        """How long a message keeps its channel busy, for each edge."""
+        return tuple(
+            size / speed for size, speed in zip(self.message_bytes, self.bandwidth, strict=True)
+        )
+
+    def _check(self) -> None:
+        if not self.forward:
+            raise CostError("forward is empty. Give the time of at least one stage.")
+        num_edges = self.num_stages - 1
+        for field in fields(self)[:-1]:
+            values = getattr(self, field.name)
+            of_edges = field.name in ("delay", "message_bytes", "bandwidth")
+            expected = num_edges if of_edges else self.num_stages
+            if len(values) != expected:
+                raise CostError(
+                    f"{field.name} has {len(values)} values, but forward has {self.num_stages}. "
+                    f"Expected {expected}: one per {'edge' if of_edges else 'stage'}."
+                )
+            for index, value in enumerate(values):
+                _check_value(field.name, index, value)
+        if not 0 <= self.overlap_saving <= 1:
+            raise CostError(
+                f"overlap_saving is {self.overlap_saving}. Expected a share between 0 and 1."
+            )
+
+
+def _spread(value: Iterable[float] | float, count: int) -> tuple[float, ...]:
+    return (value,) * count if isinstance(value, int | float) else tuple(value)
+
+
+def _check_value(name: str, index: int, value: float) -> None:
+    if name == "bandwidth":
+        fits, expected = value > 0, "a positive number, or math.inf"
+    else:
+        fits, expected = 0 <= value < math.inf, "a finite number that is not negative"
+    if not fits:  # Also where the value is not a number (nan).
+        raise CostError(f"{name}[{index}] is {value}. Expected {expected}.")

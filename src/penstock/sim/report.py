@@ -1,0 +1,178 @@
+"""What a simulation found: times, bubbles and memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.ir import Action, Rank
+from penstock.ir.action import Forward, compute_parts, is_compute
+from penstock.sim.cost import CostTable
+from penstock.sim.engine import Timeline
+from penstock.sim.memory import MemoryPoint, memory_curve, peak_memory
+
+
+class Idle(NamedTuple):
+    """A rank's idle time within the makespan, by phase.
+
+    Warm-up lasts until the rank's first backward starts, cool-down begins when its last forward
+    has ended and warm-up is over. Without backwards, warm-up ends with its first forward's start.
+    """
+
+    warm_up: float
+    steady: float
+    cool_down: float
+
+    @property
+    def total(self) -> float:
+        return self.warm_up + self.steady + self.cool_down
+
+
+class RankReport(NamedTuple):
+    """One rank's times and memory."""
+
+    first_start: float
+    last_end: float
+    busy: float
+    idle: Idle
+    peak_memory: float
+
+    @property
+    def span(self) -> float:
+        """From its own first start to its own last end."""
+        return self.last_end - self.first_start
+
+
+class TimedAction(NamedTuple):
+    """An action with its times."""
+
+    rank: Rank
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Report:
+    """The timeline of a schedule and what follows from it; `str()` is a table.
+
+    Two clocks: `makespan` is the time from the first start to the last end over all ranks, `span`
+    that of the rank for which its own such time is largest. A bubble rate is the share of the
+    ranks' time by that clock in which they do not compute.
+    """
+
+    timeline: Timeline
+    costs: CostTable
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def makespan(self) -> float:
+        return max(rank.last_end for rank in self.ranks)
+
+    @property
+    def span(self) -> float:
+        return max(rank.span for rank in self.ranks)
+
+    @property
+    def bubble_by_makespan(self) -> float:
+        return self._bubble(self.makespan)
+
+    @property
+    def bubble_by_span(self) -> float:
+        return self._bubble(self.span)
+
+    @property
+    def peak_memory(self) -> float:
+        """The most that any rank holds."""
+        return max(rank.peak_memory for rank in self.ranks)
+
+    def memory(self, rank: Rank) -> list[MemoryPoint]:
+        """What `rank` holds over time."""
+        return memory_curve(self.timeline, rank, self.costs)
+
+    def actions(self) -> Iterator[TimedAction]:
+        """Every action with its times, rank by rank."""
+        timeline = self.timeline
+        for rank, order in enumerate(timeline.schedule.orders):
+            times = zip(order, timeline.starts[rank], timeline.ends[rank], strict=True)
+            for action, start, end in times:
+                yield TimedAction(rank, action, start, end)
+
+    def __repr__(self) -> str:
+        return (
+            f"Report(makespan={self.makespan:g}, span={self.span:g}, "
+            f"bubble_by_makespan={self.bubble_by_makespan:.4f}, "
+            f"bubble_by_span={self.bubble_by_span:.4f}, peak_memory={self.peak_memory:g})"
+        )
+
+    def __str__(self) -> str:
+        header = ("rank", "busy", "warm-up", "steady", "cool-down", "peak memory")
+        rows = [
+            (str(number), *(f"{value:.5g}" for value in (rank.busy, *rank.idle, rank.peak_memory)))
+            for number, rank in enumerate(self.ranks)
+        ]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        table = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in (header, *rows)
+        ]
+        return "\n".join(
+            [
+                f"makespan {self.makespan:.5g} (bubble {self.bubble_by_makespan:.2%}), "
+                f"span {self.span:.5g} (bubble {self.bubble_by_span:.2%})",
+                *table,
+            ]
+        )
+
+    def _bubble(self, time: float) -> float:
+        busy = sum(rank.busy for rank in self.ranks) / len(self.ranks)
+        return 1 - busy / time if time > 0 else 0.0
+
+
+def make_report(timeline: Timeline, costs: CostTable) -> Report:
+    """Adds up a timeline."""
+    makespan = max(ends[-1] for ends in timeline.ends)
+    ranks = [_report_rank(timeline, rank, costs, makespan) for rank in range(len(timeline.ends))]
+    return Report(timeline, costs, tuple(ranks))
+
+
+def _report_rank(timeline: Timeline, rank: Rank, costs: CostTable, makespan: float) -> RankReport:
+    """Only compute counts as busy: a rank that waits in a send or receive is idle."""
+    order = timeline.schedule.orders[rank]
+    computes = [
+        (action, start, end)
+        for action, start, end in zip(
+            order, timeline.starts[rank], timeline.ends[rank], strict=True
+        )
+        if is_compute(action)
+    ]
+    warm_up_end, cool_down_start = _phases(computes)
+    idle = [0.0, 0.0, 0.0]
+    free = 0.0
+    for start, end in [*((start, end) for _, start, end in computes), (makespan, makespan)]:
+        idle[0] += max(0.0, min(start, warm_up_end) - free)
+        idle[1] += max(0.0, min(start, cool_down_start) - max(free, warm_up_end))
+        idle[2] += max(0.0, start - max(free, cool_down_start))
+        free = end
+    return RankReport(
+        first_start=computes[0][1],
+        last_end=timeline.ends[rank][-1],
+        busy=sum(end - start for _, start, end in computes),
+        idle=Idle(*idle),
+        peak_memory=peak_memory(timeline, rank, costs),
+    )
+
+
+def _phases(computes: Sequence[tuple[Action, float, float]]) -> tuple[float, float]:
+    """When warm-up ends and when cool-down begins, as `Idle` defines them."""
+    backward_starts = (start for action, start, _ in computes if _has_backward(action))
+    warm_up_end = next(backward_starts, computes[0][1])
+    last_forward_end = max(end for action, _, end in computes if _has_forward(action))
+    return warm_up_end, max(warm_up_end, last_forward_end)
+
+
+def _has_forward(action: Action) -> bool:
+    return any(isinstance(part, Forward) for part in compute_parts(action))
+
+
+def _has_backward(action: Action) -> bool:
+    return any(not isinstance(part, Forward) for part in compute_parts(action))

@@ -1,0 +1,54 @@
+"""The way in."""
+
+from collections import Counter
+
+from penstock.errors import CostError
+from penstock.ir import Schedule
+from penstock.passes import add_comms, verify
+from penstock.sim.cost import CostTable
+from penstock.sim.engine import run
+from penstock.sim.report import Report, make_report
+
+
+def simulate(
+    schedule: Schedule,
+    costs: CostTable | None = None,
+    *,
+    blocking: bool = False,
+) -> Report:
+    """Computes when every action of `schedule` starts and ends, and what follows from it.
+
+    Verifies the schedule first. Without `costs`, each rank's share of F, I and W takes 1 each,
+    messages take no time, and a microbatch holds 1 of memory on a rank.
+    Communication overlaps compute. If `blocking`, it does not: a send keeps its rank until the
+    message has arrived, and a receive waits for it.
+
+    >>> from penstock import schedules
+    >>> schedule = schedules.get("ZB-H2")(num_ranks=4, num_microbatches=8)
+    >>> simulate(schedule)
+    Report(makespan=27, span=24, bubble_by_makespan=0.1111, bubble_by_span=0.0000, peak_memory=7)
+    """
+    verify(schedule)
+    if costs is None:
+        costs = _unit_costs(schedule)
+    if costs.num_stages != schedule.num_stages:
+        raise CostError(
+            f"The costs are of {costs.num_stages} stages, but the schedule has "
+            f"{schedule.num_stages}. Give costs for each stage."
+        )
+    if blocking and not schedule.has_comms:
+        schedule = add_comms(schedule)
+    return make_report(run(schedule, costs, blocking=blocking), costs)
+
+
+def _unit_costs(schedule: Schedule) -> CostTable:
+    ranks = schedule.placement.ranks
+    num_held = Counter(ranks)
+    share = [1 / num_held[rank] for rank in ranks]
+    return CostTable(
+        forward=share,
+        backward_input=share,
+        backward_weight=share,
+        after_forward=share,
+        after_input=share,
+    )
