@@ -119,7 +119,10 @@ Recv: TypeAlias = RecvActivation | RecvGradient
 Comm: TypeAlias = Send | Recv
 Action: TypeAlias = Compute | Comm
 
-COMPUTE_TYPES = (Forward, Backward, BackwardInput, BackwardWeight, Overlap)
+SINGLE_COMPUTE_TYPES = (Forward, Backward, BackwardInput, BackwardWeight)
+COMPUTE_TYPES = (*SINGLE_COMPUTE_TYPES, Overlap)
+# The backwards that the stage before waits for.
+URGENT_BACKWARD_TYPES = (Backward, BackwardInput)
 COMM_TYPES = (SendActivation, RecvActivation, SendGradient, RecvGradient)
 
 
@@ -130,10 +133,9 @@ def is_compute(action: Action) -> TypeGuard[Compute]:
 
 def compute_parts(action: Action) -> tuple[SingleCompute, ...]:
     """The forwards and backwards in `action`: two in an overlap, none in a send or receive."""
-    match action:
-        case Overlap(forward=forward, backward=backward):
-            return (forward, backward)
-        case Forward() | Backward() | BackwardInput() | BackwardWeight():
-            return (action,)
-        case _:
-            return ()
+    # Asked of every action by all that goes through a schedule; `match` takes twice as long.
+    if isinstance(action, SINGLE_COMPUTE_TYPES):
+        return (action,)
+    if isinstance(action, Overlap):
+        return (action.forward, action.backward)
+    return ()

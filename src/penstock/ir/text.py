@@ -19,6 +19,7 @@ from penstock.ir.action import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Comm,
     Forward,
     MicrobatchId,
     Overlap,
@@ -26,6 +27,7 @@ from penstock.ir.action import (
     RecvGradient,
     SendActivation,
     SendGradient,
+    SingleCompute,
     StageId,
 )
 from penstock.ir.placement import Placement
@@ -72,21 +74,24 @@ def parse_csv(text: str) -> ParsedText:
     lines = [list(_read_line(row, line)) for line, row in enumerate(_read_rows(text), start=1)]
     if not lines:
         raise _error(1, 1, "the text is empty.", "Expected one line of actions for each rank.")
-    holder: dict[int, Cell] = {}
+    holder: dict[StageId, Cell] = {}
+    last_mb = 0
     for line, cells in enumerate(lines, start=1):
         if not cells:
             raise _error(
                 line, 1, "the line has no action.", "Every rank holds a stage: remove the line."
             )
         for cell in cells:
-            for stage in _stages(cell.action):
-                _check_holder(holder.setdefault(stage, cell), cell, stage)
+            for part in _parts(cell.action):
+                last_mb = max(last_mb, part.mb)
+                first = holder.setdefault(part.stage, cell)
+                if first.line != line:
+                    raise _stage_on_two_lines(part.stage, first, cell)
     _check_stages_are_complete(holder)
     return ParsedText(
         orders=tuple(tuple(cell.action for cell in cells) for cells in lines),
         placement=Placement(holder[stage].line - 1 for stage in range(len(holder))),
-        num_microbatches=1
-        + max(_largest_microbatch(cell.action) for cells in lines for cell in cells),
+        num_microbatches=last_mb + 1,
     )
 
 
@@ -136,18 +141,17 @@ def _read_line(row: list[str], line: int) -> Iterator[Cell]:
         yield Cell(action, line, number)
 
 
-def _check_holder(first: Cell, cell: Cell, stage: int) -> None:
-    if first.line != cell.line:
-        raise _error(
-            cell.line,
-            cell.cell,
-            f"{cell.action} is on rank {cell.line - 1}, "
-            f"but {first.action} of the same stage is on rank {first.line - 1}.",
-            f"All actions of a stage are on one rank: keep stage {stage} on one line.",
-        )
+def _stage_on_two_lines(stage: StageId, first: Cell, cell: Cell) -> ScheduleError:
+    return _error(
+        cell.line,
+        cell.cell,
+        f"{cell.action} is on rank {cell.line - 1}, "
+        f"but {first.action} of the same stage is on rank {first.line - 1}.",
+        f"All actions of a stage are on one rank: keep stage {stage} on one line.",
+    )
 
 
-def _check_stages_are_complete(holder: dict[int, Cell]) -> None:
+def _check_stages_are_complete(holder: dict[StageId, Cell]) -> None:
     for stage in range(len(holder)):
         if stage not in holder:
             last = holder[max(holder)]
@@ -159,16 +163,9 @@ def _check_stages_are_complete(holder: dict[int, Cell]) -> None:
             )
 
 
-def _stages(action: Action) -> tuple[StageId, ...]:
-    if isinstance(action, Overlap):
-        return (action.forward.stage, action.backward.stage)
-    return (action.stage,)
-
-
-def _largest_microbatch(action: Action) -> MicrobatchId:
-    if isinstance(action, Overlap):
-        return max(action.forward.mb, action.backward.mb)
-    return action.mb
+def _parts(action: Action) -> tuple[SingleCompute | Comm, ...]:
+    """The actions that have a stage of their own: two in an overlap."""
+    return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
 
 
 def _error(line: int, cell: int, wrong: str, expected: str) -> ScheduleError:

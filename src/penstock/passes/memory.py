@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.ir import Action, Backward, BackwardInput, BackwardWeight, Forward, Schedule
+from penstock.ir import Backward, BackwardInput, Forward, Schedule
 from penstock.ir.action import compute_parts
 from penstock.ir.footprint import Footprint
 
@@ -23,24 +23,19 @@ def held_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterator[
     """
     order = schedule.orders[rank]
     keeps = any(not isinstance(part, Forward) for action in order for part in compute_parts(action))
+    after_forward, after_input = footprint.after_forward, footprint.after_input
     held = 0.0
     for action in order:
-        during = held
+        allocated = freed = 0.0
         for part in compute_parts(action):
             if isinstance(part, Forward):
-                during += footprint.after_forward[part.stage]
-        held = (during if keeps else held) - _freed(action, footprint)
+                allocated += after_forward[part.stage]
+            elif isinstance(part, Backward):
+                freed += after_forward[part.stage]
+            elif isinstance(part, BackwardInput):
+                freed += after_forward[part.stage] - after_input[part.stage]
+            else:
+                freed += after_input[part.stage]
+        during = held + allocated
+        held = during - freed if keeps else held
         yield Held(during, held)
-
-
-def _freed(action: Action, footprint: Footprint) -> float:
-    freed = 0.0
-    for part in compute_parts(action):
-        match part:
-            case Backward(stage=stage):
-                freed += footprint.after_forward[stage]
-            case BackwardInput(stage=stage):
-                freed += footprint.after_forward[stage] - footprint.after_input[stage]
-            case BackwardWeight(stage=stage):
-                freed += footprint.after_input[stage]
-    return freed

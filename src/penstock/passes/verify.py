@@ -1,13 +1,11 @@
 """Proves that a schedule can be run, before anything is: complete, in order, free of deadlock."""
 
 from collections.abc import Sequence
-from typing import assert_never
 
 from penstock.errors import CostError
 from penstock.ir import (
     Backward,
     BackwardInput,
-    BackwardWeight,
     Forward,
     Overlap,
     Rank,
@@ -70,79 +68,61 @@ def _check_computes(schedule: Schedule) -> None:
                     "The backward needs that forward to be over. Overlap two microbatches.",
                 )
             for part in compute_parts(action):
-                _check_place(schedule, rank, position, part)
-                _check_turn(schedule, rank, position, part, seen)
+                if (fault := _find_fault(schedule, rank, part, seen)) is not None:
+                    raise error_at(schedule.orders, rank, position, *fault)
     _check_complete(schedule, seen)
 
 
-def _check_place(schedule: Schedule, rank: Rank, position: int, part: SingleCompute) -> None:
-    if not 0 <= part.stage < schedule.num_stages:
-        raise error_at(
-            schedule.orders,
-            rank,
-            position,
-            f"{part} is of stage {part.stage}, which does not exist",
+def _find_fault(
+    schedule: Schedule, rank: Rank, part: SingleCompute, seen: _Seen
+) -> tuple[str, str] | None:
+    """What is wrong with `part` after what has been seen, and the rule; adds it to the seen."""
+    stage, mb = part.stage, part.mb
+    if not 0 <= stage < schedule.num_stages:
+        return (
+            f"{part} is of stage {stage}, which does not exist",
             f"The placement has stages 0 to {schedule.num_stages - 1}.",
         )
-    if not 0 <= part.mb < schedule.num_microbatches:
-        raise error_at(
-            schedule.orders,
-            rank,
-            position,
-            f"{part} is of microbatch {part.mb}, which does not exist",
+    if not 0 <= mb < schedule.num_microbatches:
+        return (
+            f"{part} is of microbatch {mb}, which does not exist",
             f"The schedule has microbatches 0 to {schedule.num_microbatches - 1}.",
         )
-    if schedule.placement.ranks[part.stage] != rank:
-        raise error_at(
-            schedule.orders,
-            rank,
-            position,
-            f"{part} is of stage {part.stage}, "
-            f"which is on rank {schedule.placement.ranks[part.stage]}",
+    holder = schedule.placement.ranks[stage]
+    if holder != rank:
+        return (
+            f"{part} is of stage {stage}, which is on rank {holder}",
             "An action must be on the rank that holds its stage. Move it, or change the placement.",
         )
-
-
-def _check_turn(
-    schedule: Schedule, rank: Rank, position: int, part: SingleCompute, seen: _Seen
-) -> None:
-    key = part.stage * schedule.num_microbatches + part.mb
+    key = stage * schedule.num_microbatches + mb
     done, needed = _turn(part, seen)
-    if any(key in keys for keys in done):
-        raise error_at(
-            schedule.orders,
-            rank,
-            position,
-            f"{part} repeats what was done before",
-            "Each forward, input backward and weight backward must be there once; "
-            "a full backward counts as both halves. Remove one.",
-        )
+    for keys in done:
+        if key in keys:
+            return (
+                f"{part} repeats what was done before",
+                "Each forward, input backward and weight backward must be there once; "
+                "a full backward counts as both halves. Remove one.",
+            )
     if needed is not None and key not in needed:
         kind, letter = ("forward", "F") if needed is seen.forwards else ("input backward", "I")
-        raise error_at(
-            schedule.orders,
-            rank,
-            position,
-            f"{part} runs before {part.stage}{letter}{part.mb}",
+        return (
+            f"{part} runs before {stage}{letter}{mb}",
             f"It must follow the {kind} of the same stage and microbatch. Move it behind.",
         )
     for keys in done:
         keys.add(key)
+    return None
 
 
 def _turn(part: SingleCompute, seen: _Seen) -> tuple[tuple[set[int], ...], set[int] | None]:
     """What `part` does, and what must have been done before."""
-    match part:
-        case Forward():
-            return (seen.forwards,), None
-        case Backward():
-            return (seen.inputs, seen.weights), seen.forwards
-        case BackwardInput():
-            return (seen.inputs,), seen.forwards
-        case BackwardWeight():
-            return (seen.weights,), seen.inputs
-        case _:
-            assert_never(part)
+    if isinstance(part, Forward):
+        return (seen.forwards,), None
+    if isinstance(part, Backward):
+        return (seen.inputs, seen.weights), seen.forwards
+    if isinstance(part, BackwardInput):
+        return (seen.inputs,), seen.forwards
+    return (seen.weights,), seen.inputs
 
 
 def _check_complete(schedule: Schedule, seen: _Seen) -> None:

@@ -165,9 +165,9 @@ def _report_rank(timeline: Timeline, rank: Rank, costs: CostTable, makespan: flo
 def _phases(computes: Sequence[tuple[Action, float, float]]) -> tuple[float, float]:
     """When warm-up ends and when cool-down begins, as `Idle` defines them."""
     backward_starts = (start for action, start, _ in computes if _has_backward(action))
+    forward_ends = (end for action, _, end in reversed(computes) if _has_forward(action))
     warm_up_end = next(backward_starts, computes[0][1])
-    last_forward_end = max(end for action, _, end in computes if _has_forward(action))
-    return warm_up_end, max(warm_up_end, last_forward_end)
+    return warm_up_end, max(warm_up_end, next(forward_ends))
 
 
 def _has_forward(action: Action) -> bool:
