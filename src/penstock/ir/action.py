@@ -131,6 +131,11 @@ def is_compute(action: Action) -> TypeGuard[Compute]:
     return isinstance(action, COMPUTE_TYPES)
 
 
+def parts(action: Action) -> tuple[SingleCompute | Comm, ...]:
+    """The actions in `action` that have a stage of their own: two in an overlap."""
+    return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
+
+
 def compute_parts(action: Action) -> tuple[SingleCompute, ...]:
     """The forwards and backwards in `action`: two in an overlap, none in a send or receive."""
     # Asked of every action by all that goes through a schedule; `match` takes twice as long.

@@ -19,7 +19,6 @@ from penstock.ir.action import (
     Backward,
     BackwardInput,
     BackwardWeight,
-    Comm,
     Forward,
     MicrobatchId,
     Overlap,
@@ -27,8 +26,8 @@ from penstock.ir.action import (
     RecvGradient,
     SendActivation,
     SendGradient,
-    SingleCompute,
     StageId,
+    parts,
 )
 from penstock.ir.placement import Placement
 
@@ -82,7 +81,7 @@ def parse_csv(text: str) -> ParsedText:
                 line, 1, "the line has no action.", "Every rank holds a stage: remove the line."
             )
         for cell in cells:
-            for part in _parts(cell.action):
+            for part in parts(cell.action):
                 last_mb = max(last_mb, part.mb)
                 first = holder.setdefault(part.stage, cell)
                 if first.line != line:
@@ -161,11 +160,6 @@ def _check_stages_are_complete(holder: dict[StageId, Cell]) -> None:
                 f"{last.action} is of stage {max(holder)}, but stage {stage} is on no line.",
                 "Stages are numbered from 0 along the data path: leave no number out.",
             )
-
-
-def _parts(action: Action) -> tuple[SingleCompute | Comm, ...]:
-    """The actions that have a stage of their own: two in an overlap."""
-    return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
 
 
 def _error(line: int, cell: int, wrong: str, expected: str) -> ScheduleError:

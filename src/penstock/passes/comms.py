@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from penstock.errors import ScheduleError
-from penstock.ir import Action, Placement, Schedule
-from penstock.ir.action import Recv, is_compute
-from penstock.ir.channel import Channel, channel_of, receive_of, receives_before, sends_after
+from penstock.ir import Action, Schedule
+from penstock.ir.action import is_compute
+from penstock.ir.inputs import Channel, Input, Inputs
 from penstock.passes.verify import verify
 
 
@@ -25,15 +25,15 @@ def add_comms(schedule: Schedule) -> Schedule:
             "Give add_comms one without, such as remove_comms returns."
         )
     verify(schedule)
-    placement = schedule.placement
-    sent: dict[Channel, list[Recv]] = {}
+    inputs = Inputs(schedule)
+    sent: dict[Channel, list[Input]] = {}
     for order in schedule.orders:
         for action in order:
-            for send in sends_after(action, placement):
-                sent.setdefault(channel_of(send, placement), []).append(receive_of(send))
-    arriving = {channel: iter(receives) for channel, receives in sent.items()}
-    orders = [list(_lower(order, placement, arriving)) for order in schedule.orders]
-    return Schedule(orders, placement, schedule.num_microbatches)
+            for key in filter(inputs.is_message, inputs.made(action)):
+                sent.setdefault(inputs.channel(key), []).append(key)
+    arriving = {channel: iter(keys) for channel, keys in sent.items()}
+    orders = [list(_lower(order, inputs, arriving)) for order in schedule.orders]
+    return Schedule(orders, schedule.placement, schedule.num_microbatches)
 
 
 def remove_comms(schedule: Schedule) -> Schedule:
@@ -43,14 +43,15 @@ def remove_comms(schedule: Schedule) -> Schedule:
 
 
 def _lower(
-    order: tuple[Action, ...], placement: Placement, arriving: dict[Channel, Iterator[Recv]]
+    order: tuple[Action, ...], inputs: Inputs, arriving: dict[Channel, Iterator[Input]]
 ) -> Iterator[Action]:
-    posted: set[Recv] = set()
+    posted: set[Input] = set()
     for action in order:
-        for needed in receives_before(action, placement):
+        for needed in filter(inputs.is_message, inputs.needed(action)):
             while needed not in posted:
-                receive = next(arriving[channel_of(needed, placement)])
-                posted.add(receive)
-                yield receive
+                key = next(arriving[inputs.channel(needed)])
+                posted.add(key)
+                yield inputs.recv(key)
         yield action
-        yield from sends_after(action, placement)
+        for key in filter(inputs.is_message, inputs.made(action)):
+            yield inputs.send(key)

@@ -11,7 +11,7 @@ from penstock.ir import (
     Rank,
     Schedule,
 )
-from penstock.ir.action import SingleCompute, compute_parts
+from penstock.ir.action import COMM_TYPES, Comm, SingleCompute, parts
 from penstock.ir.excerpt import error_at
 from penstock.ir.footprint import Footprint
 from penstock.ir.walk import walk
@@ -37,13 +37,18 @@ def verify(
     4. No ranks wait for each other in a circle.
     5. No rank holds more than `memory_cap` (one for all, or one for each) by the memory of `costs`.
     """
-    _check_computes(schedule)
-    if schedule.has_comms:
-        check_comms(schedule)
+    check_orders(schedule)
     for _ in walk(schedule):
         pass
     if memory_cap is not None:
         _check_memory(schedule, costs, memory_cap)
+
+
+def check_orders(schedule: Schedule) -> None:
+    """Rules 1 to 3: all that can be said without going from rank to rank."""
+    _check_actions(schedule)
+    if schedule.has_comms:
+        check_comms(schedule)
 
 
 class _Seen:
@@ -55,7 +60,7 @@ class _Seen:
         self.weights: set[int] = set()
 
 
-def _check_computes(schedule: Schedule) -> None:
+def _check_actions(schedule: Schedule) -> None:
     seen = _Seen()
     for rank, order in enumerate(schedule.orders):
         for position, action in enumerate(order):
@@ -67,14 +72,14 @@ def _check_computes(schedule: Schedule) -> None:
                     f"{action} overlaps a forward and a backward of microbatch {action.forward.mb}",
                     "The backward needs that forward to be over. Overlap two microbatches.",
                 )
-            for part in compute_parts(action):
+            for part in parts(action):
                 if (fault := _find_fault(schedule, rank, part, seen)) is not None:
                     raise error_at(schedule.orders, rank, position, *fault)
     _check_complete(schedule, seen)
 
 
 def _find_fault(
-    schedule: Schedule, rank: Rank, part: SingleCompute, seen: _Seen
+    schedule: Schedule, rank: Rank, part: SingleCompute | Comm, seen: _Seen
 ) -> tuple[str, str] | None:
     """What is wrong with `part` after what has been seen, and the rule; adds it to the seen."""
     stage, mb = part.stage, part.mb
@@ -94,6 +99,8 @@ def _find_fault(
             f"{part} is of stage {stage}, which is on rank {holder}",
             "An action must be on the rank that holds its stage. Move it, or change the placement.",
         )
+    if isinstance(part, COMM_TYPES):
+        return None
     key = stage * schedule.num_microbatches + mb
     done, needed = _turn(part, seen)
     for keys in done:

@@ -13,13 +13,12 @@ from penstock.ir import (
     BackwardWeight,
     Forward,
     Overlap,
-    Rank,
     Schedule,
     SendActivation,
     SendGradient,
-    StageId,
 )
-from penstock.ir.walk import Inputs, walk
+from penstock.ir.inputs import Channel, Input, Inputs
+from penstock.ir.walk import walk
 from penstock.sim.cost import CostTable
 
 
@@ -49,26 +48,26 @@ def duration(action: Action, costs: CostTable) -> float:
 
 
 def run(schedule: Schedule, costs: CostTable, *, blocking: bool = False) -> Timeline:
-    """The timeline of a verified schedule.
+    """The timeline of a schedule whose orders have been checked.
 
     Communication overlaps compute, and only who needs a message waits for it.
     If `blocking`, a send keeps its rank until the message has arrived, and a receive waits for it;
     the schedule must then have communication.
     """
-    inputs = Inputs(schedule)
     network = _Network(schedule, costs)
-    arrivals: dict[int, float] = {}
+    arrivals: dict[Input, float] = {}
     starts: list[list[float]] = [[] for _ in schedule.orders]
     ends: list[list[float]] = [[] for _ in schedule.orders]
     free = [0.0] * schedule.num_ranks
     for rank, action, needed, delivered in walk(schedule, blocking=blocking):
         start = free[rank]
         for key in needed:
-            start = max(start, arrivals[key])
+            arrival = arrivals[key]
+            if arrival > start:
+                start = arrival
         end = start + duration(action, costs)
         for key in delivered:
-            gradient, stage, _ = inputs.describe(key)
-            arrivals[key] = network.send(end, gradient=gradient, stage=stage)
+            arrivals[key] = network.send(key, end)
             if blocking and isinstance(action, SendActivation | SendGradient):
                 end = arrivals[key]
         free[rank] = end
@@ -78,21 +77,23 @@ def run(schedule: Schedule, costs: CostTable, *, blocking: bool = False) -> Time
 
 
 class _Network:
-    """The channels of one run, and until when each is busy."""
+    """What messages cost on each edge, and until when each channel is busy."""
 
     def __init__(self, schedule: Schedule, costs: CostTable) -> None:
-        self._ranks = schedule.placement.ranks
-        self._delay = costs.delay
-        self._transfer = costs.transfer
-        self._busy_until: dict[tuple[Rank, Rank], float] = {}
+        self._inputs = Inputs(schedule)
+        # As `Inputs.edge` numbers them: down to each stage, and up to each stage.
+        self._delays = (0.0, *costs.delay, *costs.delay, 0.0)
+        self._transfers = (0.0, *costs.transfer, *costs.transfer, 0.0)
+        self._busy_until: dict[Channel, float] = {}
 
-    def send(self, time: float, *, gradient: bool, stage: StageId) -> float:
-        """When an input of `stage` arrives that was sent at `time`."""
-        edge = stage if gradient else stage - 1
-        channel = self._ranks[stage + 1 if gradient else edge], self._ranks[stage]
-        if channel[0] == channel[1]:
+    def send(self, key: Input, time: float) -> float:
+        """When an input arrives that is sent at `time`."""
+        if not self._inputs.is_message(key):
             return time
-        if self._transfer[edge] > 0:
-            time = max(time, self._busy_until.get(channel, 0.0)) + self._transfer[edge]
+        edge = self._inputs.edge(key)
+        transfer = self._transfers[edge]
+        if transfer > 0:
+            channel = self._inputs.channel(key)
+            time = max(time, self._busy_until.get(channel, 0.0)) + transfer
             self._busy_until[channel] = time
-        return time + self._delay[edge]
+        return time + self._delays[edge]

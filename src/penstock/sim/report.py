@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import fsum
+from operator import sub
 from typing import NamedTuple
 
 from penstock.ir import Action, Rank
@@ -137,37 +140,34 @@ def make_report(timeline: Timeline, costs: CostTable) -> Report:
 
 def _report_rank(timeline: Timeline, rank: Rank, costs: CostTable, makespan: float) -> RankReport:
     """Only compute counts as busy: a rank that waits in a send or receive is idle."""
-    order = timeline.schedule.orders[rank]
-    computes = [
-        (action, start, end)
-        for action, start, end in zip(
-            order, timeline.starts[rank], timeline.ends[rank], strict=True
-        )
-        if is_compute(action)
-    ]
-    warm_up_end, cool_down_start = _phases(computes)
-    idle = [0.0, 0.0, 0.0]
-    free = 0.0
-    for start, end in [*((start, end) for _, start, end in computes), (makespan, makespan)]:
-        idle[0] += max(0.0, min(start, warm_up_end) - free)
-        idle[1] += max(0.0, min(start, cool_down_start) - max(free, warm_up_end))
-        idle[2] += max(0.0, start - max(free, cool_down_start))
-        free = end
+    order, starts, ends = _computes(timeline, rank)
+    first_backward = next((n for n, a in enumerate(order) if _has_backward(a)), 0)
+    last_forward = next(n for n in reversed(range(len(order))) if _has_forward(order[n]))
+    # No action is in two phases, so a phase's idle time is its length less what its actions take.
+    cuts = [0, first_backward, max(first_backward, last_forward + 1), len(order)]
+    busy = [fsum(map(sub, ends[a:b], starts[a:b])) for a, b in pairwise(cuts)]
+    warm_up_end = starts[first_backward]
+    times = [0.0, warm_up_end, max(warm_up_end, ends[last_forward]), makespan]
+    lengths = [after - before for before, after in pairwise(times)]
     return RankReport(
-        first_start=computes[0][1],
+        first_start=starts[0],
         last_end=timeline.ends[rank][-1],
-        busy=sum(end - start for _, start, end in computes),
-        idle=Idle(*idle),
+        busy=sum(busy),
+        idle=Idle(*(max(0.0, length - part) for length, part in zip(lengths, busy, strict=True))),
         peak_memory=peak_memory(timeline, rank, costs),
     )
 
 
-def _phases(computes: Sequence[tuple[Action, float, float]]) -> tuple[float, float]:
-    """When warm-up ends and when cool-down begins, as `Idle` defines them."""
-    backward_starts = (start for action, start, _ in computes if _has_backward(action))
-    forward_ends = (end for action, _, end in reversed(computes) if _has_forward(action))
-    warm_up_end = next(backward_starts, computes[0][1])
-    return warm_up_end, max(warm_up_end, next(forward_ends))
+def _computes(
+    timeline: Timeline, rank: Rank
+) -> tuple[Sequence[Action], Sequence[float], Sequence[float]]:
+    """The compute actions of `rank`, their starts and their ends."""
+    order = timeline.schedule.orders[rank]
+    starts, ends = timeline.starts[rank], timeline.ends[rank]
+    if not timeline.schedule.has_comms:
+        return order, starts, ends
+    kept = [n for n, action in enumerate(order) if is_compute(action)]
+    return [order[n] for n in kept], [starts[n] for n in kept], [ends[n] for n in kept]
 
 
 def _has_forward(action: Action) -> bool:
