@@ -11,7 +11,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
 
-demo: $(READY) ## Compare the split backward with torch's on small sizes
+demo: $(READY) ## Compare the schedules, and the split backward with torch's on small sizes
+	@$(BIN)/python examples/compare_schedules.py
 	@$(BIN)/python benchmarks/split_backward/main.py --sizes S,M --quick
 
 test: check ## Run check, then the tests that start several processes
@@ -25,6 +26,7 @@ check: $(READY) ## Check format, lint and types; run the tests that need one pro
 
 bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/split_backward/main.py
+	$(BIN)/python benchmarks/simulate/main.py
 
 fuzz: $(READY) ## Run the tests that draw random examples, on many more of them
 	PENSTOCK_FUZZ=1 $(BIN)/pytest -m fuzz

@@ -1,7 +1,7 @@
 """The value that is generated, verified, simulated, drawn and executed."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import COMM_TYPES, COMPUTE_TYPES, Action
@@ -27,7 +27,8 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     placement: Placement
     num_microbatches: int
-    has_comms: bool
+    has_comms: bool = field(init=False, compare=False)
+    """Whether there are sends and receives."""
 
     def __init__(
         self,

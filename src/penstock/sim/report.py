@@ -149,13 +149,19 @@ def _report_rank(timeline: Timeline, rank: Rank, costs: CostTable, makespan: flo
     warm_up_end = starts[first_backward]
     times = [0.0, warm_up_end, max(warm_up_end, ends[last_forward]), makespan]
     lengths = [after - before for before, after in pairwise(times)]
+    pairs = zip(lengths, busy, strict=True)
     return RankReport(
         first_start=starts[0],
         last_end=timeline.ends[rank][-1],
         busy=sum(busy),
-        idle=Idle(*(max(0.0, length - part) for length, part in zip(lengths, busy, strict=True))),
+        idle=Idle(*(_round_off(length - part, makespan) for length, part in pairs)),
         peak_memory=peak_memory(timeline, rank, costs),
     )
+
+
+def _round_off(idle: float, makespan: float) -> float:
+    """Idle time that is no more than rounding is none."""
+    return idle if idle > 1e-12 * makespan else 0.0
 
 
 def _computes(
