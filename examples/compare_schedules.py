@@ -1,4 +1,4 @@
-"""Shows: every training schedule that Penstock knows, by bubble and memory, for costs that you choose.
+"""Shows: every training schedule that Penstock knows, by bubble and memory, for your costs.
 
 Four ranks, eight microbatches. A rank's share of the model takes 2 for F, 2 for I and 1 for W; a
 message takes 0.1; a microbatch holds 1 of memory on a rank, and 0.8 from the end of I on.

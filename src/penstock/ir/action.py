@@ -6,6 +6,8 @@
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
 
+from penstock.errors import ScheduleError
+
 # Plain integers under three names: a schedule is arithmetic on them, and its author writes 0F1 as
 # Forward(0, 1).
 Rank: TypeAlias = int
@@ -63,6 +65,14 @@ class Overlap:
 
     forward: Forward
     backward: Backward | BackwardInput
+
+    def __post_init__(self) -> None:
+        is_backward = isinstance(self.backward, Backward | BackwardInput)
+        if not (isinstance(self.forward, Forward) and is_backward):
+            raise ScheduleError(
+                f"An overlap of {self.forward} and {self.backward} cannot be run. "
+                "Give it a Forward, and a Backward or BackwardInput."
+            )
 
     def __str__(self) -> str:
         return f"({self.forward};{self.backward})OVERLAP_F_B"

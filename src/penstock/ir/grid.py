@@ -1,7 +1,10 @@
 """Draws a schedule as text, one row per rank, one column per unit of time."""
 
+from contextlib import suppress
+
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, Overlap, is_compute
+from penstock.ir.action import Action, Overlap, is_compute, parts
+from penstock.ir.inputs import Input
 from penstock.ir.schedule import Schedule
 from penstock.ir.walk import walk
 
@@ -11,11 +14,22 @@ def format_grid(schedule: Schedule) -> str:
 
     A dot is idle time. A rank that waits for ever ends in `!` and what it could not run.
     """
+    rows = _lay_out(schedule)
+    width = max((len(cell) for row in rows for cell in row), default=0)
+    label = len(f"rank {len(rows) - 1}")
+    return "\n".join(
+        (f"{f'rank {rank}':<{label}}  " + " ".join(f"{cell:<{width}}" for cell in row)).rstrip()
+        for rank, row in enumerate(rows)
+    )
+
+
+def _lay_out(schedule: Schedule) -> list[list[str]]:
     rows: list[list[str]] = [[] for _ in schedule.orders]
-    done = [0] * len(schedule.orders)
-    available: dict[int, int] = {}
-    try:
-        for rank, action, needed, delivered in walk(schedule):
+    done = [0] * len(rows)
+    available: dict[Input, int] = {}
+    # A schedule that nobody has verified must be drawn too, so as to see what is wrong with it.
+    with suppress(ScheduleError):
+        for rank, action, needed, delivered in walk(schedule) if _is_in_range(schedule) else ():
             done[rank] += 1
             row = rows[rank]
             start = max([len(row), *(available[key] for key in needed)])
@@ -23,15 +37,19 @@ def format_grid(schedule: Schedule) -> str:
                 row += ["."] * (start - len(row)) + [_cell(action)]
                 start += 1
             available.update(dict.fromkeys(delivered, start))
-    except ScheduleError:
-        for row, order, position in zip(rows, schedule.orders, done, strict=True):
-            left = [_cell(action) for action in order[position:] if is_compute(action)]
-            row += ["!", *left] if left else []
-    width = max(len(cell) for row in rows for cell in row)
-    label = len(f"rank {len(rows) - 1}")
-    return "\n".join(
-        f"{f'rank {rank}':<{label}}  " + " ".join(f"{cell:<{width}}" for cell in row).rstrip()
-        for rank, row in enumerate(rows)
+    for row, order, position in zip(rows, schedule.orders, done, strict=True):
+        left = [_cell(action) for action in order[position:] if is_compute(action)]
+        row += ["!", *left] if left else []
+    return rows
+
+
+def _is_in_range(schedule: Schedule) -> bool:
+    stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
+    return all(
+        part.stage in stages and part.mb in microbatches
+        for order in schedule.orders
+        for action in order
+        for part in parts(action)
     )
 
 

@@ -117,7 +117,10 @@ def parse_cell(cell: str) -> Action | None:
 
 
 def _read_rows(text: str) -> list[list[str]]:
-    reader = csv.reader(io.StringIO(text, newline=""))
+    # Spreadsheets may begin a file with a byte order mark. Quotes are left to `_unquote`, because
+    # to the csv module one that stays open joins two lines.
+    unmarked = io.StringIO(text.removeprefix("\ufeff"), newline="")
+    reader = csv.reader(unmarked, quoting=csv.QUOTE_NONE)
     rows: list[list[str]] = []
     try:
         rows.extend(reader)
@@ -130,7 +133,7 @@ def _read_rows(text: str) -> list[list[str]]:
 
 def _read_line(row: list[str], line: int) -> Iterator[Cell]:
     for number, raw in enumerate(row, start=1):
-        cell = raw.strip()
+        cell = _unquote(raw.strip())
         if not cell or _SHARDING.fullmatch(cell):
             continue
         action = parse_cell(cell)
@@ -138,6 +141,12 @@ def _read_line(row: list[str], line: int) -> Iterator[Cell]:
             shown = cell if len(cell) <= 40 else f"{cell[:40]}…"
             raise _error(line, number, f"{shown!r} is not an action.", _EXPECTED)
         yield Cell(action, line, number)
+
+
+def _unquote(cell: str) -> str:
+    """The cell as spreadsheets mean it that put all text into quotes."""
+    is_quoted = len(cell) >= 2 and cell[0] == cell[-1] == '"'
+    return cell[1:-1].strip() if is_quoted else cell
 
 
 def _stage_on_two_lines(stage: StageId, first: Cell, cell: Cell) -> ScheduleError:

@@ -30,7 +30,7 @@ def walk(schedule: Schedule, *, blocking: bool = False) -> Iterator[Step]:
     positions = [0] * len(orders)
     at_hand: set[Input] = set()
     missing: dict[Rank, Input] = {}  # The input that a rank waits for,
-    waiting: dict[Input, Rank] = {}  # and the rank that waits for it.
+    waiting: dict[Input, list[Rank]] = {}  # and the ranks that wait for it.
     ready = list(range(len(orders)))[::-1]
     while ready:
         rank = ready.pop()
@@ -42,7 +42,8 @@ def walk(schedule: Schedule, *, blocking: bool = False) -> Iterator[Step]:
                 needed = inputs.received(action)
             if not at_hand.issuperset(needed):
                 key = next(key for key in needed if key not in at_hand)
-                missing[rank], waiting[key], positions[rank] = key, rank, position
+                missing[rank], positions[rank] = key, position
+                waiting.setdefault(key, []).append(rank)
                 break
             delivered = inputs.made(action)
             if by_send:
@@ -52,7 +53,7 @@ def walk(schedule: Schedule, *, blocking: bool = False) -> Iterator[Step]:
             for key in delivered:
                 at_hand.add(key)
                 if key in waiting:
-                    ready.append(waiting.pop(key))
+                    ready.extend(waiting.pop(key))
     if missing:
         raise _stall(schedule, inputs, positions, missing)
 

@@ -9,6 +9,7 @@ from penstock.ir import (
     BackwardWeight,
     Overlap,
     Schedule,
+    SendActivation,
     SendGradient,
 )
 
@@ -33,7 +34,7 @@ def _rewrite(
 def _split(order: tuple[Action, ...]) -> Iterator[Action]:
     held_back: list[Action] = []
     for action in order:
-        if not isinstance(action, SendGradient):
+        if not isinstance(action, SendActivation | SendGradient):
             yield from held_back
             held_back = []
         match action:

@@ -1,6 +1,7 @@
 """Proves that a schedule can be run, before anything is: complete, in order, free of deadlock."""
 
 from collections.abc import Sequence
+from math import isnan
 
 from penstock.errors import CostError
 from penstock.ir import (
@@ -166,6 +167,8 @@ def _check_memory(
             f"memory_cap has {len(caps)} values, but there are {schedule.num_ranks} ranks. "
             "Give one for each rank, or one for all."
         )
+    if any(isnan(cap) for cap in caps):
+        raise CostError(f"memory_cap is {memory_cap}. Expected numbers, in the costs' unit.")
     if len(costs.after_forward) != schedule.num_stages:
         raise CostError(
             f"The costs are of {len(costs.after_forward)} stages, "

@@ -66,6 +66,6 @@ dual_pipe_v = Generator(
     placement=there_and_back,
     stages_per_rank=2,
     min_microbatches=lambda shape: 2 * shape.p,
-    bubble=Bubble(_bubble, "makespan", lambda shape, t: t.f == t.i and t.c == 0),
+    bubble=Bubble(_bubble, "makespan", lambda shape, t: t.f == t.i >= t.w and t.c == 0),
     peak=lambda shape: shape.p + 0.5,
 )

@@ -55,8 +55,9 @@ def _bubble(shape: Shape, times: Times) -> float:
 
 
 def _holds(shape: Shape, times: Times) -> bool:
-    p, m, _ = shape
-    return m >= p and (times.c == 0 or (m % p == 0 and p > 1))
+    p, m, v = shape
+    is_hidden = v * times.c <= min(times.f, times.i + times.w)
+    return m >= p and (times.c == 0 or (is_hidden and m % p == 0 and p > 1))
 
 
 def _orders(shape: Shape) -> Orders:

@@ -26,7 +26,7 @@ interleaved_zero_bubble = Generator(
     bubble=Bubble(
         lambda shape, t: (shape.p - 1) * (t.f + t.i - t.w) / shape.v,
         "makespan",
-        lambda shape, t: t.c == 0 and shape.m >= shape.p,
+        lambda shape, t: t.c == 0 and t.w <= min(t.f, t.i) and shape.m >= shape.p,
     ),
     peak=lambda shape: min(shape.m * shape.v, forwards_ahead(shape, 0, per_rank=1)) / shape.v,
     orders=_orders,

@@ -7,8 +7,17 @@ rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 """
 
 from penstock.schedules.alternate import delay_weights
-from penstock.schedules.base import Bubble, Generator, Orders, Shape
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times
 from penstock.schedules.one_f_one_b import one_f_one_b
+
+
+def _bubble(shape: Shape, times: Times) -> float:
+    return (shape.p - 1) * (times.f + times.i - times.w + 4 * times.c)
+
+
+def _holds(shape: Shape, times: Times) -> bool:
+    has_enough = shape.m > shape.p or (shape.m == shape.p and times.c == 0)
+    return has_enough and 2 * times.c <= times.w <= min(times.f, times.i)
 
 
 def _orders(shape: Shape) -> Orders:
@@ -19,11 +28,7 @@ def _orders(shape: Shape) -> Orders:
 zb_h1 = Generator(
     name="ZB-H1",
     source="Zero Bubble Pipeline Parallelism, arXiv:2401.10241 section 2.3",
-    bubble=Bubble(
-        lambda shape, t: (shape.p - 1) * (t.f + t.i - t.w + 4 * t.c),
-        "makespan",
-        lambda shape, t: shape.m > shape.p or (shape.m == shape.p and t.c == 0),
-    ),
+    bubble=Bubble(_bubble, "makespan", _holds),
     peak=lambda shape: min(shape.m, shape.p),
     orders=_orders,
 )

@@ -10,7 +10,15 @@ arXiv:2401.10241 section 2.
 
 from penstock.ir import Backward, Forward
 from penstock.schedules.alternate import alternate, delay_weights
-from penstock.schedules.base import Bubble, Generator, Orders, Shape
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times
+
+
+def _bubble(shape: Shape, times: Times) -> float:
+    return (shape.p - 1) * (times.f + times.i - 2 * times.w + 2 * times.c)
+
+
+def _holds(shape: Shape, times: Times) -> bool:
+    return shape.m >= 2 * shape.p - 1 and 2 * times.c <= times.w <= min(times.f, times.i)
 
 
 def _orders(shape: Shape) -> Orders:
@@ -25,11 +33,7 @@ def _orders(shape: Shape) -> Orders:
 zb_h2 = Generator(
     name="ZB-H2",
     source="Zero Bubble Pipeline Parallelism, arXiv:2401.10241 section 2.3",
-    bubble=Bubble(
-        lambda shape, t: (shape.p - 1) * (t.f + t.i - 2 * t.w + 2 * t.c),
-        "span",
-        lambda shape, t: shape.m >= 2 * shape.p - 1,
-    ),
+    bubble=Bubble(_bubble, "span", _holds),
     peak=lambda shape: min(shape.m, 2 * shape.p - 1),
     orders=_orders,
 )

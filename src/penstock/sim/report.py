@@ -128,7 +128,7 @@ class Report:
 
     def _bubble(self, time: float) -> float:
         busy = sum(rank.busy for rank in self.ranks) / len(self.ranks)
-        return 1 - busy / time if time > 0 else 0.0
+        return _round_off(1 - busy / time, 1.0) if time > 0 else 0.0
 
 
 def make_report(timeline: Timeline, costs: CostTable) -> Report:
@@ -159,9 +159,9 @@ def _report_rank(timeline: Timeline, rank: Rank, costs: CostTable, makespan: flo
     )
 
 
-def _round_off(idle: float, makespan: float) -> float:
+def _round_off(idle: float, total: float) -> float:
     """Idle time that is no more than rounding is none."""
-    return idle if idle > 1e-12 * makespan else 0.0
+    return idle if idle > 1e-12 * total else 0.0
 
 
 def _computes(

@@ -1,0 +1,129 @@
+"""Actions are small values: their cell is their text, and kinds are never mixed up."""
+
+import pickle
+from itertools import combinations
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.ir import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Overlap,
+    RecvActivation,
+    RecvGradient,
+    SendActivation,
+    SendGradient,
+)
+from penstock.ir.action import compute_parts, is_compute
+from penstock.ir.text import parse_cell
+
+SINGLE_KINDS = [
+    Forward,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    SendActivation,
+    RecvActivation,
+    SendGradient,
+    RecvGradient,
+]
+CELLS: list[tuple[Action, str]] = [
+    (Forward(0, 1), "0F1"),
+    (Backward(12, 0), "12B0"),
+    (BackwardInput(2, 3), "2I3"),
+    (BackwardWeight(2, 30), "2W30"),
+    (SendActivation(1, 4), "1SEND_F4"),
+    (RecvActivation(1, 4), "1RECV_F4"),
+    (SendGradient(1, 4), "1SEND_B4"),
+    (RecvGradient(1, 4), "1RECV_B4"),
+    (Overlap(Forward(0, 2), Backward(3, 1)), "(0F2;3B1)OVERLAP_F_B"),
+    (Overlap(Forward(0, 2), BackwardInput(3, 1)), "(0F2;3I1)OVERLAP_F_B"),
+]
+
+
+@pytest.mark.parametrize(("action", "cell"), CELLS)
+def test_text_of_an_action_is_its_cell_and_is_read_back(action: Action, cell: str) -> None:
+    assert cell == str(action)
+    assert action == parse_cell(cell)
+
+
+@pytest.mark.parametrize(("one", "other"), list(combinations(SINGLE_KINDS, 2)))
+def test_kinds_of_the_same_stage_and_microbatch_are_unequal(one: type, other: type) -> None:
+    assert one(0, 1) != other(0, 1)
+    assert 2 == len({one(0, 1), other(0, 1)})
+
+
+@pytest.mark.parametrize("kind", SINGLE_KINDS)
+def test_actions_are_equal_if_kind_stage_and_microbatch_are(kind: type) -> None:
+    assert kind(0, 1) == kind(0, 1)
+    assert hash(kind(0, 1)) == hash(kind(0, 1))
+    assert kind(0, 1) != kind(1, 0)
+    assert kind(0, 1) != kind(0, 2)
+    assert kind(0, 1) != (0, 1)
+
+
+def test_overlaps_are_equal_if_both_halves_are() -> None:
+    overlap = Overlap(Forward(0, 1), Backward(0, 0))
+    assert Overlap(Forward(0, 1), Backward(0, 0)) == overlap
+    assert Overlap(Forward(0, 1), BackwardInput(0, 0)) != overlap
+    assert Overlap(Forward(0, 2), Backward(0, 0)) != overlap
+    assert overlap != Forward(0, 1)
+
+
+@pytest.mark.parametrize("action", [action for action, _ in CELLS], ids=str)
+def test_action_cannot_be_changed(action: Action) -> None:
+    field = "forward" if isinstance(action, Overlap) else "stage"
+    before = str(action)
+    with pytest.raises(AttributeError):
+        setattr(action, field, 7)
+    with pytest.raises(AttributeError):
+        delattr(action, field)
+    assert before == str(action)
+
+
+@pytest.mark.parametrize("action", [action for action, _ in CELLS], ids=str)
+def test_action_can_go_to_another_process(action: Action) -> None:
+    assert action == pickle.loads(pickle.dumps(action))
+
+
+def test_repr_names_the_kind_and_its_fields() -> None:
+    assert "BackwardInput(stage=2, mb=3)" == repr(BackwardInput(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("action", "parts"),
+    [
+        (Forward(0, 1), (Forward(0, 1),)),
+        (Backward(0, 1), (Backward(0, 1),)),
+        (BackwardInput(0, 1), (BackwardInput(0, 1),)),
+        (BackwardWeight(0, 1), (BackwardWeight(0, 1),)),
+        (Overlap(Forward(0, 1), Backward(3, 0)), (Forward(0, 1), Backward(3, 0))),
+        (SendActivation(0, 1), ()),
+        (RecvActivation(0, 1), ()),
+        (SendGradient(0, 1), ()),
+        (RecvGradient(0, 1), ()),
+    ],
+    ids=str,
+)
+def test_computes_have_parts_and_communication_has_none(
+    action: Action, parts: tuple[Action, ...]
+) -> None:
+    assert parts == tuple(compute_parts(action))
+    assert bool(parts) == is_compute(action)
+
+
+@pytest.mark.parametrize(
+    "half", [BackwardWeight(0, 0), Forward(0, 2), SendActivation(0, 0)], ids=str
+)
+def test_overlap_of_other_than_a_forward_and_a_backward_is_rejected(half: Backward) -> None:
+    with pytest.raises(ScheduleError, match=f"An overlap of 0F1 and {half} cannot be run. Give it"):
+        Overlap(Forward(0, 1), half)
+
+
+def test_overlap_that_begins_with_a_backward_is_rejected() -> None:
+    with pytest.raises(ScheduleError, match="An overlap of 0B1 and 0B0 cannot be run"):
+        Overlap(Backward(0, 1), Backward(0, 0))  # type: ignore[arg-type]

@@ -1,0 +1,218 @@
+"""Schedules go both ways between torch's pipelining and ours, through the text format."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from shapes import make, shapes
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from penstock import Placement, Schedule, ScheduleError, schedules
+from penstock.ir import BackwardWeight, Overlap
+from penstock.passes import add_comms, remove_comms
+from penstock.schedules import REGISTRY, Generator, Shape
+
+TorchOrders = dict[int, list[Any]]
+
+# What torch checks has backwards.
+TRAINING = [generator for generator in REGISTRY if generator.name != "ForwardOnly"]
+every_training = pytest.mark.parametrize("generator", TRAINING, ids=lambda each: each.name)
+
+
+def to_torch(schedule: Schedule) -> TorchOrders:
+    lines = schedule.to_csv().splitlines()
+    return {
+        rank: [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
+        for rank, line in enumerate(lines)
+    }
+
+
+def to_text(orders: TorchOrders) -> str:
+    """As torch's `_dump_csv` writes it."""
+    lines = [
+        ",".join("" if action is None else str(action) for action in orders[rank])
+        for rank in sorted(orders)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def small_shapes(generator: Generator) -> list[Shape]:
+    return shapes(
+        generator, ranks=[1, 2, 3, 4], microbatches=[1, 2, 3, 4, 6, 9], stages_per_rank=[1, 2, 3]
+    )
+
+
+@every_training
+def test_our_schedule_is_read_and_accepted_by_torch(generator: Generator) -> None:
+    for shape in small_shapes(generator):
+        schedule = make(generator, shape)
+        orders = to_torch(schedule)
+        assert schedule == Schedule.from_csv(to_text(orders))
+        holders = torch_schedules._validate_schedule(orders, shape.p, schedule.num_stages, shape.m)
+        assert dict(enumerate(schedule.placement.ranks)) == holders
+
+
+@every_training
+def test_our_schedule_with_comms_runs_in_torchs_simulation(generator: Generator) -> None:
+    for shape in small_shapes(generator):
+        schedule = add_comms(make(generator, shape))
+        orders = to_torch(schedule)
+        assert schedule == Schedule.from_csv(to_text(orders))
+        done = torch_schedules._simulate_comms_compute(
+            {rank: list(_without_pairs(order)) for rank, order in orders.items()},
+            lambda stage, ranks=schedule.placement.ranks: ranks[stage],
+            schedule.num_stages,
+        )
+        ran = {rank: [action for action in done[rank] if action is not None] for rank in done}
+        assert {rank: list(_without_pairs(order)) for rank, order in orders.items()} == ran
+
+
+def _without_pairs(order: Iterable[Any]) -> Iterable[Any]:
+    """torch's simulation does not know pairs; it can run their halves one after the other."""
+    for action in order:
+        yield from action.sub_actions or (action,)
+
+
+def torch_orders(
+    kind: type, shape: Shape, finish: Callable[[Any], TorchOrders] | None = None
+) -> TorchOrders:
+    """What `kind` would run. It needs no stages for that, so it is made without them."""
+    p, m, v = shape
+    made = kind.__new__(kind)
+    made.pp_group_size = p
+    made._stages = [None] * v
+    made.n_local_stages = v
+    made.num_stages = p * v
+    made._n_microbatches = m
+    made.number_of_rounds = max(1, m // p)
+    made.microbatches_per_round = m // made.number_of_rounds
+    made.pipeline_order = {rank: made._calculate_single_rank_operations(rank) for rank in range(p)}
+    return made.pipeline_order if finish is None else finish(made)
+
+
+def _loop_shapes(*, rounds: bool) -> list[Shape]:
+    """If `rounds`, only those that torch takes: as many microbatches in each round."""
+    every = [Shape(p, m, v) for p in (1, 2, 3, 4) for m in (1, 2, 4, 6, 9, 10) for v in (1, 2, 3)]
+    return [shape for shape in every if not rounds or shape.m % max(1, shape.m // shape.p) == 0]
+
+
+def _v_shapes(*, least_per_rank: int) -> list[Shape]:
+    every = [Shape(p, m, 2) for p in (1, 2, 3, 4) for m in (1, 2, 5, 8, 11)]
+    return [shape for shape in every if shape.m >= least_per_rank * shape.p]
+
+
+def _interleaved_zero_bubble(shape: Shape) -> TorchOrders:
+    return torch_orders(
+        torch_schedules.ScheduleInterleavedZeroBubble,
+        shape,
+        lambda made: made._add_bubbles_to_actions(shape.p * shape.v),
+    )
+
+
+# By our name: the shapes that torch takes, and the orders that it makes for one.
+TORCH: dict[str, tuple[list[Shape], Callable[[Shape], TorchOrders]]] = {
+    "LoopedBFS": (
+        _loop_shapes(rounds=False),
+        partial(torch_orders, torch_schedules.ScheduleLoopedBFS),
+    ),
+    "Interleaved1F1B": (
+        _loop_shapes(rounds=True),
+        partial(torch_orders, torch_schedules.ScheduleInterleaved1F1B),
+    ),
+    "InterleavedZeroBubble": (_loop_shapes(rounds=True), _interleaved_zero_bubble),
+    "ZB-V": (
+        _v_shapes(least_per_rank=0),
+        partial(torch_orders, torch_schedules.ScheduleZBVZeroBubble),
+    ),
+    "DualPipeV": (
+        _v_shapes(least_per_rank=2),
+        partial(torch_orders, torch_schedules.ScheduleDualPipeV),
+    ),
+}
+every_torch_schedule = pytest.mark.parametrize("name", TORCH)
+
+
+def from_torch(name: str) -> Iterator[tuple[Shape, TorchOrders]]:
+    shapes_taken, orders_of = TORCH[name]
+    assert shapes_taken
+    for shape in shapes_taken:
+        yield shape, orders_of(shape)
+
+
+@every_torch_schedule
+def test_torchs_schedule_is_read_and_verified_here(name: str) -> None:
+    for shape, orders in from_torch(name):
+        schedule = Schedule.from_csv(to_text(orders))
+        schedule.verify()
+        assert shape.m == schedule.num_microbatches
+        assert schedules.get(name).placement(shape) == schedule.placement
+
+
+def lower_as_torch(orders: TorchOrders, placement: Placement, num_microbatches: int) -> TorchOrders:
+    """What torch's runtime makes of `orders`: sharding, then sends and receives."""
+    sharded = {
+        rank: torch_schedules._add_reduce_grad(
+            torch_schedules._add_unshard_reshard(orders[rank]), num_microbatches
+        )
+        for rank in orders
+    }
+    return torch_schedules._add_send_recv(
+        sharded, lambda stage: placement.ranks[stage], placement.num_stages
+    )
+
+
+@every_torch_schedule
+def test_torchs_lowered_schedule_is_read_and_verified_here(name: str) -> None:
+    for shape, orders in from_torch(name):
+        text = to_text(lower_as_torch(orders, schedules.get(name).placement(shape), shape.m))
+        assert all(cell in text for cell in ("0UNSHARD", "0RESHARD", "0REDUCE_GRAD"))
+        schedule = Schedule.from_csv(text)
+        schedule.verify()
+        assert (shape.p > 1) == schedule.has_comms
+        assert Schedule.from_csv(to_text(orders)) == remove_comms(schedule)
+
+
+def test_torchs_deferred_receives_are_rejected_where_they_overtake_each_other() -> None:
+    """With `defer_pp_recv`, torch may receive in another order than the other rank sends in."""
+    shape = Shape(3, 8, 2)
+    placement = Placement.v(3)
+    orders = torch_orders(torch_schedules.ScheduleZBVZeroBubble, shape)
+    lowered = lower_as_torch(orders, placement, shape.m)
+    deferred = torch_schedules._defer_recv_ops(lowered, lambda stage: placement.ranks[stage])
+    with pytest.raises(ScheduleError, match="arrive in the order in which they are sent"):
+        Schedule.from_csv(to_text(deferred)).verify()
+
+
+def test_interleaved_1f1b_is_torchs_where_ranks_divide_microbatches() -> None:
+    generator = schedules.get("Interleaved1F1B")
+    compared = [(s, orders) for s, orders in from_torch(generator.name) if s.m % s.p == 0]
+    assert len(compared) > 10
+    for shape, orders in compared:
+        expected = Schedule.from_csv(to_text(orders))
+        assert expected == make(generator, shape), shape
+
+
+def test_dual_pipe_v_is_torchs() -> None:
+    generator = schedules.get("DualPipeV")
+    for shape, orders in from_torch(generator.name):
+        expected = Schedule.from_csv(to_text(orders))
+        assert expected == make(generator, shape), shape
+        assert any(isinstance(action, Overlap) for action in expected.orders[0])
+
+
+def test_zb_v_is_torchs_but_for_the_order_of_weights_at_the_end() -> None:
+    generator = schedules.get("ZB-V")
+    compared = [(s, orders) for s, orders in from_torch(generator.name) if s.m >= 2 * s.p - 1]
+    assert len(compared) > 5
+    for shape, orders in compared:
+        expected = Schedule.from_csv(to_text(orders))
+        made = make(generator, shape)
+        for theirs, ours in zip(expected.orders, made.orders, strict=True):
+            assert [_kind(action) for action in theirs] == [_kind(action) for action in ours]
+            assert set(theirs) == set(ours)
+
+
+def _kind(action: Any) -> Any:
+    """The action, or only that it is a W."""
+    return BackwardWeight if isinstance(action, BackwardWeight) else action

@@ -1,0 +1,139 @@
+"""An obvious simulation: every start time is pushed up until nothing has to wait any more.
+
+Quadratic, and written from the documents alone; it shares no code with `penstock.sim.engine`.
+"""
+
+from dataclasses import dataclass
+
+from penstock import CostTable, Schedule
+from penstock.ir import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Overlap,
+    RecvActivation,
+    RecvGradient,
+    SendActivation,
+    SendGradient,
+)
+
+# What an action waits for: whether it is a gradient, of which stage, and of which microbatch.
+Message = tuple[bool, int, int]
+
+
+@dataclass(frozen=True)
+class Times:
+    """When each action starts and ends, by rank and position."""
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+
+
+def simulate_by_relaxation(schedule: Schedule, costs: CostTable, *, blocking: bool) -> Times:
+    """The times of all actions of a schedule that is free of deadlock."""
+    starts = [[0.0] * len(order) for order in schedule.orders]
+    ends = [[0.0] * len(order) for order in schedule.orders]
+    while True:
+        arrivals = _arrivals(schedule, costs, ends, starts)
+        before = [list(row) for row in starts], [list(row) for row in ends]
+        for rank, order in enumerate(schedule.orders):
+            free = 0.0
+            for position, action in enumerate(order):
+                awaited = _needs(action, schedule)
+                if blocking and isinstance(action, RecvActivation | RecvGradient):
+                    awaited = [_received(action)]
+                start = max([free, *(arrivals[message] for message in awaited)])
+                end = start + _length(action, costs)
+                if blocking and isinstance(action, SendActivation | SendGradient):
+                    end = arrivals[_sent(action)]
+                starts[rank][position], ends[rank][position] = start, end
+                free = end
+        if before == (starts, ends):
+            return Times(starts, ends)
+
+
+def _arrivals(
+    schedule: Schedule, costs: CostTable, ends: list[list[float]], starts: list[list[float]]
+) -> dict[Message, float]:
+    """When each message is there, if the actions that make them end at `ends`."""
+    ranks = schedule.placement.ranks
+    arrivals: dict[Message, float] = {}
+    channel_free: dict[tuple[int, int], float] = {}
+    for rank, order in enumerate(schedule.orders):
+        for position, action in enumerate(order):
+            for gradient, stage, mb in _makes(action, schedule):
+                source = stage + 1 if gradient else stage - 1
+                edge = min(source, stage)
+                # A send starts its message when it starts; it ends later if it blocks.
+                is_send = isinstance(action, SendActivation | SendGradient)
+                time = (starts if is_send else ends)[rank][position]
+                if ranks[source] != ranks[stage]:
+                    channel = ranks[source], ranks[stage]
+                    time = max(time, channel_free.get(channel, 0.0))
+                    time += costs.message_bytes[edge] / costs.bandwidth[edge]
+                    channel_free[channel] = time
+                    time += costs.delay[edge]
+                arrivals[gradient, stage, mb] = time
+    return arrivals
+
+
+def _parts(action: Action) -> list[Action]:
+    return [action.forward, action.backward] if isinstance(action, Overlap) else [action]
+
+
+def _needs(action: Action, schedule: Schedule) -> list[Message]:
+    needs: list[Message] = []
+    for part in _parts(action):
+        if isinstance(part, Forward) and part.stage > 0:
+            needs.append((False, part.stage, part.mb))
+        if isinstance(part, Backward | BackwardInput) and part.stage < schedule.num_stages - 1:
+            needs.append((True, part.stage, part.mb))
+    return needs
+
+
+def _makes(action: Action, schedule: Schedule) -> list[Message]:
+    """The messages that leave with `action`: with the send, if another rank waits for it."""
+    ranks = schedule.placement.ranks
+    makes: list[Message] = []
+    for part in _parts(action):
+        match part:
+            case Forward(stage=stage, mb=mb) if stage < schedule.num_stages - 1:
+                if not schedule.has_comms or ranks[stage] == ranks[stage + 1]:
+                    makes.append((False, stage + 1, mb))
+            case Backward(stage=stage, mb=mb) | BackwardInput(stage=stage, mb=mb) if stage > 0:
+                if not schedule.has_comms or ranks[stage] == ranks[stage - 1]:
+                    makes.append((True, stage - 1, mb))
+            case SendActivation() | SendGradient():
+                makes.append(_sent(part))
+    return makes
+
+
+def _sent(send: SendActivation | SendGradient) -> Message:
+    if isinstance(send, SendActivation):
+        return (False, send.stage + 1, send.mb)
+    return (True, send.stage - 1, send.mb)
+
+
+def _received(receive: RecvActivation | RecvGradient) -> Message:
+    return (isinstance(receive, RecvGradient), receive.stage, receive.mb)
+
+
+def _length(action: Action, costs: CostTable) -> float:
+    match action:
+        case Forward(stage=stage):
+            return costs.forward[stage]
+        case Backward(stage=stage):
+            return costs.backward[stage]
+        case BackwardInput(stage=stage):
+            return costs.backward_input[stage]
+        case BackwardWeight(stage=stage):
+            return costs.backward_weight[stage]
+        case Overlap(forward=forward, backward=backward):
+            longer, shorter = sorted(
+                (_length(forward, costs), _length(backward, costs)), reverse=True
+            )
+            return longer + (1 - costs.overlap_saving) * shorter
+        case _:
+            return 0.0

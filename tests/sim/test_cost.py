@@ -1,0 +1,166 @@
+"""Cost tables: what can be left out, and what is rejected."""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from penstock import CostError, CostTable
+
+STAGE_FIELDS = [
+    "forward",
+    "backward_input",
+    "backward_weight",
+    "backward",
+    "after_forward",
+    "after_input",
+]
+EDGE_FIELDS = ["delay", "message_bytes", "bandwidth"]
+
+
+def table(**changes: Any) -> CostTable:
+    """Three stages with different costs."""
+    values = {"forward": [1, 2, 3], "backward_input": [4, 5, 6], "backward_weight": [7, 8, 9]}
+    return CostTable(**{**values, **changes})
+
+
+def test_full_backward_costs_as_much_as_its_halves_if_it_is_not_given() -> None:
+    assert (11, 13, 15) == table().backward
+    assert (10, 11, 12) == table(backward=[10, 11, 12]).backward
+
+
+def test_memory_is_one_and_messages_take_no_time_if_nothing_is_given() -> None:
+    costs = table()
+    assert (1.0,) * 3 == costs.after_forward == costs.after_input
+    assert (0.0,) * 2 == costs.delay == costs.message_bytes == costs.transfer
+    assert (math.inf,) * 2 == costs.bandwidth
+    assert 0.0 == costs.overlap_saving
+    assert 3 == costs.num_stages
+
+
+@pytest.mark.parametrize("name", ["after_forward", "after_input", *EDGE_FIELDS])
+@pytest.mark.parametrize("value", [2, 2.5])
+def test_one_number_stands_for_every_stage_or_edge(name: str, value: float) -> None:
+    count = 2 if name in EDGE_FIELDS else 3
+    assert (value,) * count == getattr(table(**{name: value}), name)
+
+
+@pytest.mark.parametrize("name", [*STAGE_FIELDS, *EDGE_FIELDS])
+def test_values_are_kept_in_order_whatever_holds_them(name: str) -> None:
+    expected = (2.0, 3.0) if name in EDGE_FIELDS else (2.0, 3.0, 4.0)
+    for values in (expected, list(expected), iter(expected)):
+        assert expected == getattr(table(**{name: values}), name)
+
+
+def test_transfer_is_the_bytes_by_the_bandwidth_of_each_edge() -> None:
+    costs = table(message_bytes=[8, 6], bandwidth=[4, 0.5])
+    assert (2.0, 12.0) == costs.transfer
+
+
+def test_single_stage_has_no_edges() -> None:
+    costs = CostTable(forward=[1], backward_input=[1], backward_weight=[1], delay=7)
+    assert () == costs.delay == costs.transfer
+    assert costs == CostTable.uniform(1, delay=7)
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2, 4])
+def test_uniform_costs_are_those_of_a_whole_rank_divided_by_its_stages(
+    stages_per_rank: int,
+) -> None:
+    costs = CostTable.uniform(
+        4,
+        stages_per_rank=stages_per_rank,
+        forward=8,
+        backward_input=12,
+        backward_weight=16,
+        backward=20,
+        after_forward=24,
+        after_input=4,
+        delay=3,
+        message_bytes=5,
+        bandwidth=10,
+        overlap_saving=0.5,
+    )
+    expected = CostTable(
+        forward=[8 / stages_per_rank] * 4,
+        backward_input=[12 / stages_per_rank] * 4,
+        backward_weight=[16 / stages_per_rank] * 4,
+        backward=[20 / stages_per_rank] * 4,
+        after_forward=24 / stages_per_rank,
+        after_input=4 / stages_per_rank,
+        # A message is as long as it was: it carries what one stage hands to the next.
+        delay=[3] * 3,
+        message_bytes=[5] * 3,
+        bandwidth=[10] * 3,
+        overlap_saving=0.5,
+    )
+    assert expected == costs
+
+
+def test_uniform_costs_are_one_each_if_nothing_is_given() -> None:
+    ones = [1.0] * 3
+    expected = CostTable(forward=ones, backward_input=ones, backward_weight=ones)
+    assert expected == CostTable.uniform(3)
+    assert (2.0,) * 3 == CostTable.uniform(3).backward
+
+
+def test_costs_can_be_compared_and_cannot_be_changed() -> None:
+    assert table() == table()
+    assert hash(table()) == hash(table())
+    assert table() != table(delay=1)
+    with pytest.raises(AttributeError):
+        table().forward = (1.0,)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", [*STAGE_FIELDS[1:], *EDGE_FIELDS])  # forward is what counts.
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_wrong_number_of_values_is_rejected(name: str, count: int) -> None:
+    expected = 2 if name in EDGE_FIELDS else 3
+    kind = "edge" if name in EDGE_FIELDS else "stage"
+    message = f"{name} has {count} values, but forward has 3. Expected {expected}: one per {kind}."
+    with pytest.raises(CostError, match=f"^{re.escape(message)}$"):
+        table(**{name: [1.0] * count})
+
+
+def test_wrong_number_of_forwards_is_rejected_by_what_they_are_compared_with() -> None:
+    with pytest.raises(CostError, match=r"^backward_input has 3 values, but forward has 2\."):
+        table(forward=[1, 2])
+
+
+def test_no_stage_is_rejected() -> None:
+    expected = r"^forward is empty\. Give the time of at least one stage\.$"
+    with pytest.raises(CostError, match=expected):
+        CostTable(forward=[], backward_input=[], backward_weight=[])
+    with pytest.raises(CostError, match=expected):
+        CostTable.uniform(0)
+
+
+@pytest.mark.parametrize("value", [-1.0, -1e-300, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", [*STAGE_FIELDS, "delay", "message_bytes"])
+def test_value_that_is_negative_or_not_finite_is_rejected(name: str, value: float) -> None:
+    values: Iterable[float] = [1.0, value] if name in EDGE_FIELDS else [1.0, value, 1.0]
+    message = f"{name}[1] is {value}. Expected a finite number that is not negative."
+    with pytest.raises(CostError, match=f"^{re.escape(message)}$"):
+        table(**{name: values})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, -math.inf, math.nan])
+def test_bandwidth_that_is_not_positive_is_rejected(value: float) -> None:
+    message = f"bandwidth[0] is {value}. Expected a positive number, or math.inf."
+    with pytest.raises(CostError, match=f"^{re.escape(message)}$"):
+        table(bandwidth=value)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.inf, math.nan])
+def test_overlap_saving_beyond_a_share_is_rejected(value: float) -> None:
+    message = f"overlap_saving is {value}. Expected a share between 0 and 1."
+    with pytest.raises(CostError, match=f"^{re.escape(message)}$"):
+        table(overlap_saving=value)
+
+
+@pytest.mark.parametrize("name", [*STAGE_FIELDS, "delay", "message_bytes"])
+def test_zero_costs_are_allowed(name: str) -> None:
+    values = [0.0] * (2 if name in EDGE_FIELDS else 3)
+    assert tuple(values) == getattr(table(**{name: values}), name)
