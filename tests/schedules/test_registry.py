@@ -95,8 +95,9 @@ def test_fewer_microbatches_than_needed_are_rejected(generator: Generator, num_r
     fewest = generator.min_microbatches(schedules.Shape(num_ranks, 1, v))
     for num_microbatches in {0, -1, fewest - 1}:
         expected = (
-            f"num_microbatches is {num_microbatches}. {generator.name} on {num_ranks} ranks needs "
-            f"at least {fewest}. Cut the batch into more microbatches, or use fewer ranks."
+            f"num_microbatches is {num_microbatches}. {generator.name} needs at least {fewest} "
+            f"where num_ranks is {num_ranks}. Cut the batch into more microbatches, or use fewer "
+            "ranks."
         )
         with pytest.raises(ScheduleError, match=f"^{re.escape(expected)}$"):
             generator(num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -106,20 +107,22 @@ def test_fewer_microbatches_than_needed_are_rejected(generator: Generator, num_r
 
 def test_dual_pipe_v_needs_two_microbatches_for_each_rank() -> None:
     dual_pipe_v = schedules.get("DualPipeV")
-    with pytest.raises(ScheduleError, match=r"num_microbatches is 9\. .* needs at least 10\."):
+    with pytest.raises(ScheduleError, match=r"num_microbatches is 9\. .* needs at least 10 where"):
         dual_pipe_v(num_ranks=5, num_microbatches=9)
 
 
 @every_generator
 def test_stages_per_rank_that_do_not_fit_are_rejected(generator: Generator) -> None:
     takes_any = generator.takes_any_stages_per_rank
-    needed = "at least 1" if takes_any else generator.stages_per_rank
+    needed = (
+        "at least 1."
+        if takes_any
+        else f"{generator.stages_per_rank}. "
+        "Leave it out, or use a schedule that takes any number, such as Interleaved1F1B."
+    )
     wrong = {0, -1} if takes_any else {0, -1, 1, 2, 3} - {generator.stages_per_rank}
     for stages_per_rank in wrong:
-        expected = (
-            f"stages_per_rank is {stages_per_rank}. {generator.name} needs {needed}. "
-            "Leave it out, or use a schedule that takes any number, such as Interleaved1F1B."
-        )
+        expected = f"stages_per_rank is {stages_per_rank}. {generator.name} needs {needed}"
         with pytest.raises(ScheduleError, match=f"^{re.escape(expected)}$"):
             generator(num_ranks=2, num_microbatches=8, stages_per_rank=stages_per_rank)
 

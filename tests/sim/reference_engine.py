@@ -61,6 +61,7 @@ def _arrivals(
     ranks = schedule.placement.ranks
     arrivals: dict[Message, float] = {}
     channel_free: dict[tuple[int, int], float] = {}
+    last_arrival: dict[tuple[int, int], float] = {}
     for rank, order in enumerate(schedule.orders):
         for position, action in enumerate(order):
             for gradient, stage, mb in _makes(action, schedule):
@@ -74,7 +75,8 @@ def _arrivals(
                     time = max(time, channel_free.get(channel, 0.0))
                     time += costs.message_bytes[edge] / costs.bandwidth[edge]
                     channel_free[channel] = time
-                    time += costs.delay[edge]
+                    time = max(time + costs.delay[edge], last_arrival.get(channel, 0.0))
+                    last_arrival[channel] = time
                 arrivals[gradient, stage, mb] = time
     return arrivals
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock import CostError, CostTable
@@ -164,3 +165,14 @@ def test_overlap_saving_beyond_a_share_is_rejected(value: float) -> None:
 def test_zero_costs_are_allowed(name: str) -> None:
     values = [0.0] * (2 if name in EDGE_FIELDS else 3)
     assert tuple(values) == getattr(table(**{name: values}), name)
+
+
+@pytest.mark.parametrize("stages_per_rank", [0, -1])
+def test_uniform_costs_need_a_stage_per_rank(stages_per_rank: int) -> None:
+    message = f"stages_per_rank is {stages_per_rank}. Expected at least 1."
+    with pytest.raises(CostError, match=message):
+        CostTable.uniform(2, stages_per_rank=stages_per_rank)
+
+
+def test_numpy_number_stands_for_all_stages() -> None:
+    assert (2.0, 2.0) == CostTable.uniform(2, after_forward=np.float32(2)).after_forward

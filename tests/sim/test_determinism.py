@@ -6,11 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from pipelines import make, shapes, uneven_costs
+from pipelines import uneven_costs
 
 from penstock import simulate
 from penstock.passes import add_comms
 from penstock.schedules import REGISTRY, Generator
+from shapes import make, shapes
 
 # Costs that no float can hold, so that another order of additions would show.
 SCRIPT = """

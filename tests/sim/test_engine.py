@@ -4,13 +4,14 @@ import math
 import re
 
 import pytest
-from pipelines import make, shapes, trains, uneven_costs
+from pipelines import trains, uneven_costs
 
 from penstock import CostError, CostTable, Placement, Schedule, ScheduleError, schedules, simulate
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Overlap
 from penstock.passes import add_comms, fuse_backward, split_backward
 from penstock.schedules import REGISTRY, Generator
 from penstock.sim.report import Report
+from shapes import make, shapes
 
 every_generator = pytest.mark.parametrize("generator", REGISTRY, ids=lambda each: each.name)
 
@@ -329,3 +330,27 @@ def test_lower_bounds_are_reached() -> None:
     report = simulate(schedules.get("ZB-H2")(num_ranks=p, num_microbatches=m))
     assert (p - 1) + 3 * m == report.makespan
     assert 3 * m == report.span
+
+
+@pytest.mark.parametrize(
+    ("costs", "starts"),
+    [
+        # 0F1's message keeps the channel from 5 to 9; that of 2F0 is empty and waits for it.
+        ({"message_bytes": [4, 0, 0], "bandwidth": 1}, (5, 9)),
+        # 0F1's message is under way from 2 to 9; that of 2F0 takes no time, and still waits.
+        ({"delay": [7, 0, 0]}, (8, 9)),
+    ],
+    ids=["size", "delay"],
+)
+def test_message_does_not_overtake_another_on_its_channel(
+    costs: dict[str, object], starts: tuple[float, float]
+) -> None:
+    orders = [
+        [Forward(0, 0), Forward(0, 1), Forward(2, 0), Forward(2, 1)],
+        [Forward(1, 0), Forward(3, 0), Forward(1, 1), Forward(3, 1)],
+    ]
+    schedule = Schedule(orders, Placement.loop(2, stages_per_rank=2), 2)
+    table = CostTable(
+        forward=[1, 0, 0, 0], backward_input=[1] * 4, backward_weight=[1] * 4, **costs
+    )
+    assert starts == simulate(schedule, table).timeline.starts[1][:2]

@@ -161,7 +161,7 @@ def _check_memory(
             "memory_cap is given without costs. "
             "Give costs too, which say how much memory each stage takes."
         )
-    caps = [memory_cap] * schedule.num_ranks if isinstance(memory_cap, int | float) else memory_cap
+    caps = memory_cap if isinstance(memory_cap, Sequence) else [memory_cap] * schedule.num_ranks
     if len(caps) != schedule.num_ranks:
         raise CostError(
             f"memory_cap has {len(caps)} values, but there are {schedule.num_ranks} ranks. "

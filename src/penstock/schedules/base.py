@@ -99,16 +99,17 @@ class Generator:
     def _check(self, shape: Shape) -> None:
         if shape.p < 1:
             raise ScheduleError(f"num_ranks is {shape.p}. {self.name} needs at least 1.")
-        any_will_do = self.takes_any_stages_per_rank and shape.v >= 1
-        if not any_will_do and shape.v != self.stages_per_rank:
-            expected = "at least 1" if self.takes_any_stages_per_rank else self.stages_per_rank
+        if self.takes_any_stages_per_rank:
+            if shape.v < 1:
+                raise ScheduleError(f"stages_per_rank is {shape.v}. {self.name} needs at least 1.")
+        elif shape.v != self.stages_per_rank:
             raise ScheduleError(
-                f"stages_per_rank is {shape.v}. {self.name} needs {expected}. Leave it out, or use "
-                "a schedule that takes any number, such as Interleaved1F1B."
+                f"stages_per_rank is {shape.v}. {self.name} needs {self.stages_per_rank}. "
+                "Leave it out, or use a schedule that takes any number, such as Interleaved1F1B."
             )
         fewest = self.min_microbatches(shape)
         if shape.m < fewest:
             raise ScheduleError(
-                f"num_microbatches is {shape.m}. {self.name} on {shape.p} ranks needs at least "
-                f"{fewest}. Cut the batch into more microbatches, or use fewer ranks."
+                f"num_microbatches is {shape.m}. {self.name} needs at least {fewest} where "
+                f"num_ranks is {shape.p}. Cut the batch into more microbatches, or use fewer ranks."
             )

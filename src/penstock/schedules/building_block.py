@@ -91,6 +91,7 @@ def squeeze(shape: Shape, orders: Orders) -> Orders:
     ranks = [_Order(order) for order in orders]
     while not all(rank.is_over() for rank in ranks):
         chosen = [rank.next_action(is_ready) for rank in ranks]
+        assert any(action is not None for action in chosen), "the orders cannot be run"
         time += 1
         for rank, action in zip(ranks, chosen, strict=True):
             if action is not None:

@@ -14,6 +14,7 @@ class CostTable:
     Times are in one unit, memory in another; which ones is up to you.
     Edge e joins stages e and e + 1, in both directions. A message on it takes `delay`, which many
     can do at once, and `message_bytes / bandwidth`, which those of one channel do one by one.
+    A message never overtakes another on its channel.
 
     >>> CostTable.uniform(4, forward=2.0).forward
     (2.0, 2.0, 2.0, 2.0)
@@ -93,6 +94,8 @@ class CostTable:
         Times and memory are those of `stages_per_rank` stages together, so that placements can be
         compared: with 2, each stage costs half.
         """
+        if stages_per_rank < 1:
+            raise CostError(f"stages_per_rank is {stages_per_rank}. Expected at least 1.")
         share = 1 / stages_per_rank
         return cls(
             forward=[forward * share] * num_stages,
@@ -140,7 +143,7 @@ class CostTable:
 
 
 def _spread(value: Iterable[float] | float, count: int) -> tuple[float, ...]:
-    return (value,) * count if isinstance(value, int | float) else tuple(value)
+    return tuple(value) if isinstance(value, Iterable) else (value,) * count
 
 
 def _check_value(name: str, index: int, value: float) -> None:

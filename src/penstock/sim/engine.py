@@ -77,23 +77,28 @@ def run(schedule: Schedule, costs: CostTable, *, blocking: bool = False) -> Time
 
 
 class _Network:
-    """What messages cost on each edge, and until when each channel is busy."""
+    """What messages cost on each edge, and what the last one on each channel left behind."""
 
     def __init__(self, schedule: Schedule, costs: CostTable) -> None:
         self._inputs = Inputs(schedule)
         # As `Inputs.edge` numbers them: down to each stage, and up to each stage.
         self._delays = (0.0, *costs.delay, *costs.delay, 0.0)
         self._transfers = (0.0, *costs.transfer, *costs.transfer, 0.0)
-        self._busy_until: dict[Channel, float] = {}
+        # Messages that take the same time cannot get into each other's way.
+        self._can_queue = any(costs.transfer) or len(set(costs.delay)) > 1
+        self._free_at: dict[Channel, float] = {}
+        self._last_arrival: dict[Channel, float] = {}
 
     def send(self, key: Input, time: float) -> float:
-        """When an input arrives that is sent at `time`."""
+        """When an input arrives that is sent at `time`; messages of a channel stay in order."""
         if not self._inputs.is_message(key):
             return time
         edge = self._inputs.edge(key)
-        transfer = self._transfers[edge]
-        if transfer > 0:
-            channel = self._inputs.channel(key)
-            time = max(time, self._busy_until.get(channel, 0.0)) + transfer
-            self._busy_until[channel] = time
-        return time + self._delays[edge]
+        if not self._can_queue:
+            return time + self._delays[edge]
+        channel = self._inputs.channel(key)
+        free_at = max(time, self._free_at.get(channel, 0.0)) + self._transfers[edge]
+        arrival = max(free_at + self._delays[edge], self._last_arrival.get(channel, 0.0))
+        self._free_at[channel] = free_at
+        self._last_arrival[channel] = arrival
+        return arrival

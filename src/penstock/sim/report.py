@@ -161,7 +161,7 @@ def _report_rank(timeline: Timeline, rank: Rank, costs: CostTable, makespan: flo
 
 def _round_off(idle: float, total: float) -> float:
     """Idle time that is no more than rounding is none."""
-    return idle if idle > 1e-12 * total else 0.0
+    return 0.0 if abs(idle) <= 1e-12 * total else idle
 
 
 def _computes(
