@@ -148,36 +148,77 @@ def measure_against_torch(rounds: int) -> list[dict[str, object]]:
             "penstock_with_comms": partial(penstock.simulate, with_comms),
         }
         samples: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(rounds):
+        for round_number in range(rounds + 1):
             for name, contender in contenders.items():
                 gc.collect()
                 start = time.perf_counter()
                 contender()
-                samples[name].append(time.perf_counter() - start)
+                if round_number > 0:  # The first warms up.
+                    samples[name].append(time.perf_counter() - start)
         medians = {f"{name}_s": statistics.median(times) for name, times in samples.items()}
-        found.append({**asdict(size), "actions": with_comms.num_actions, **medians})
+        spreads = {f"{name}_spread": (min(times), max(times)) for name, times in samples.items()}
+        found.append({**asdict(size), "actions": with_comms.num_actions, **medians, **spreads})
     return found
 
 
-def growth_table(title: str, rows: list[dict]) -> Table:
-    table = Table(title=f"1 growth {title}")
-    for column in ("schedule", "p", "m", "actions", "generate", "verify", "simulate", "growth"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
-    before = None
-    for row in rows:
-        times = Times(**row["median"]).per_action(row["actions"])
-        growth = ""
-        if before is not None:
-            actions = row["actions"] / before["actions"]
-            took = row["median"]["simulate_s"] / before["median"]["simulate_s"]
-            growth = f"{actions:.1f}x actions, {took:.1f}x time"
-            growth = growth if took <= actions * GROWTH_LIMIT else f"[red]{growth}[/red]"
-        per_action = [f"{value * 1e6:.2f} µs" for value in asdict(times).values()]
-        table.add_row(
-            row["name"], str(row["p"]), str(row["m"]), f"{row['actions']:,}", *per_action, growth
+def find_growths(rows: list[dict]) -> list[tuple[float, float, float]]:
+    """From each size to the next: how often the actions, the time to verify and to simulate."""
+    return [
+        (
+            large["actions"] / small["actions"],
+            large["median"]["verify_s"] / small["median"]["verify_s"],
+            large["median"]["simulate_s"] / small["median"]["simulate_s"],
         )
-        before = row
+        for small, large in pairwise(rows)
+    ]
+
+
+def growth_table(title: str, rows: list[dict]) -> Table:
+    table = Table(title=f"1 growth {title}: per action, and from the row above")
+    columns = (
+        "schedule",
+        "p",
+        "m",
+        "actions",
+        "generate",
+        "verify",
+        "simulate",
+        "fastest-slowest",
+    )
+    for column in (*columns, "actions, verify, simulate"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    growths = ["", *(", ".join(f"x{factor:.1f}" for factor in row) for row in find_growths(rows))]
+    for row, growth in zip(rows, growths, strict=True):
+        actions = row["actions"]
+        per_action = asdict(Times(**row["median"]).per_action(actions)).values()
+        fastest, slowest = (value / actions * 1e6 for value in row["spread"])
+        table.add_row(
+            row["name"],
+            str(row["p"]),
+            str(row["m"]),
+            f"{actions:,}",
+            *(f"{value * 1e6:.2f} µs" for value in per_action),
+            f"{fastest:.2f}-{slowest:.2f}",
+            growth,
+        )
     return table
+
+
+def find_excesses(growths: dict[str, list[dict]], million: dict[str, float]) -> list[str]:
+    """What is over its limit."""
+    found = [
+        f"growth {title}, to p={row['p']}, m={row['m']}: "
+        f"x{max(times):.1f} time for x{actions:.1f} actions"
+        for title, rows in growths.items()
+        for row, (actions, *times) in zip(rows[1:], find_growths(rows), strict=True)
+        if max(times) > actions * GROWTH_LIMIT
+    ]
+    total_s = sum(million[name] for name in ("generate_s", "verify_s", "simulate_s"))
+    if total_s > MILLION_LIMIT_S:
+        found.append(f"a million actions took {total_s:.1f} s")
+    if million["peak_gib"] > MILLION_LIMIT_GIB:
+        found.append(f"a million actions took {million['peak_gib']:.1f} GiB")
+    return found
 
 
 def torch_table(rows: list[dict]) -> Table:
@@ -237,6 +278,8 @@ def main() -> None:
             "against_torch": against_torch,
         }
         args.save.write_text(json.dumps(record, indent=1) + "\n")
+    for excess in find_excesses(growths, million):
+        console.print(f"[red]over the limit: {excess}[/red]")
 
 
 if __name__ == "__main__":

@@ -83,9 +83,7 @@ def test_other_than_one_order_per_rank_is_rejected(count: int) -> None:
 def test_schedule_without_microbatches_is_rejected(count: int) -> None:
     with pytest.raises(ScheduleError) as caught:
         Schedule([[Forward(0, 0)]], Placement.linear(1), count)
-    assert f"num_microbatches is {count}. A schedule has at least one microbatch." == str(
-        caught.value
-    )
+    assert f"num_microbatches is {count}. Expected a whole number, at least 1." == str(caught.value)
 
 
 @pytest.mark.parametrize(

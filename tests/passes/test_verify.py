@@ -212,7 +212,7 @@ def test_excerpt_shows_four_actions_on_each_side_of_the_culprit() -> None:
 
 
 def count_calls(function: Callable[[], None]) -> int:
-    """How many calls `function` leads to, those of comparisons and hashes among them."""
+    """How many calls `function` leads to; the benchmark of the simulator measures the time."""
     count = 0
 
     def on_event(frame: FrameType, event: str, argument: object) -> None:

@@ -1,8 +1,10 @@
 """The memory cap: one for all ranks or one for each, and where it is passed."""
 
 import math
+import re
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from penstock.errors import CostError, ScheduleError
@@ -169,7 +171,24 @@ def test_costs_of_another_number_of_stages_are_rejected(num_stages: int) -> None
     ) == str(caught.value)
 
 
-@pytest.mark.parametrize("memory_cap", [math.nan, [math.nan, math.nan]], ids=["one", "per rank"])
+@pytest.mark.parametrize(
+    "memory_cap",
+    [math.nan, [4.0, math.nan], [4.0, None], [4.0, "4"]],
+    ids=["one", "per rank", "nothing", "text"],
+)
 def test_cap_that_is_not_a_number_is_rejected(memory_cap: float | Sequence[float]) -> None:
-    with pytest.raises(CostError):
+    expected = f"memory_cap is {memory_cap}. Expected numbers, in the costs' unit."
+    with pytest.raises(CostError, match=f"^{re.escape(expected)}$"):
         verify(Schedule.from_csv(TEXT), costs=costs_of(2), memory_cap=memory_cap)
+
+
+def test_caps_may_be_an_array() -> None:
+    schedule = Schedule.from_csv(TEXT)
+    verify(schedule, costs=costs_of(2), memory_cap=np.array([9.0, 9.0]))
+    with pytest.raises(ScheduleError, match="its memory_cap is 0"):
+        verify(schedule, costs=costs_of(2), memory_cap=np.array([9.0, 0.0]))
+
+
+def test_costs_of_other_stages_are_rejected_without_a_cap_too() -> None:
+    with pytest.raises(CostError, match="The costs are of 7 stages, but the schedule has 2"):
+        verify(Schedule.from_csv(TEXT), costs=costs_of(7))

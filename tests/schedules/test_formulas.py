@@ -3,10 +3,10 @@
 from functools import cache
 
 import pytest
-from shapes import make, shapes, uniform_costs
 
 from penstock import CostTable, Schedule, schedules, simulate
 from penstock.schedules import REGISTRY, Generator, Shape, Times
+from shapes import make, shapes, uniform_costs
 
 every_generator = pytest.mark.parametrize("generator", REGISTRY, ids=lambda each: each.name)
 
@@ -22,9 +22,7 @@ TIMES = [
     Times(4, 4, 3, 0.02),
     Times(2e9, 2e9, 2e9),
     Times(2e-9, 2e-9, 1e-9),
-]
-# Weights that take longer than other passes, passes that take no time, delays that nothing hides.
-HARSH_TIMES = [
+    # Weights that take longer than other passes, passes that take no time, delays that stay seen.
     Times(1, 1, 2),
     Times(1, 1, 3),
     Times(1, 2, 2),
@@ -35,6 +33,9 @@ HARSH_TIMES = [
     Times(0, 0, 0),
     Times(2, 2, 2, 5),
     Times(2, 2, 1, 5),
+    Times(8, 0, 1, 0.5),
+    Times(8, 0.25, 1, 1),
+    Times(0.25, 8, 0.25, 1),
 ]
 
 
@@ -45,7 +46,11 @@ def schedules_of(generator_name: str) -> list[tuple[Shape, Schedule]]:
     return [(shape, make(generator, shape)) for shape in tried]
 
 
-def check_bubble(generator: Generator, times: Times) -> None:
+@pytest.mark.parametrize("times", TIMES, ids=lambda times: str(tuple(times)))
+@every_generator
+def test_bubble_is_the_simulated_idle_time_wherever_it_is_said_to_hold(
+    generator: Generator, times: Times
+) -> None:
     bubble = generator.bubble
     assert bubble is not None
     for shape, schedule in schedules_of(generator.name):
@@ -59,20 +64,13 @@ def check_bubble(generator: Generator, times: Times) -> None:
                 ), shape
 
 
-@pytest.mark.parametrize("times", TIMES, ids=lambda times: str(tuple(times)))
 @every_generator
-def test_bubble_is_the_simulated_idle_time_wherever_it_is_said_to_hold(
-    generator: Generator, times: Times
-) -> None:
-    check_bubble(generator, times)
-
-
-@pytest.mark.parametrize("times", HARSH_TIMES, ids=lambda times: str(tuple(times)))
-@every_generator
-def test_bubble_is_not_said_to_hold_for_harsh_times_unless_it_does(
-    generator: Generator, times: Times
-) -> None:
-    check_bubble(generator, times)
+def test_bubble_that_counts_delays_holds_for_small_ones(generator: Generator) -> None:
+    bubble = generator.bubble
+    assert bubble is not None
+    shape = Shape(4, 32, generator.stages_per_rank)
+    counts_delays = bubble.time(shape, Times(c=0.01)) != bubble.time(shape, Times())
+    assert counts_delays == bubble.holds(shape, Times(c=0.01))
 
 
 @every_generator

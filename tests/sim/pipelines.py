@@ -1,12 +1,16 @@
 """Schedules and costs that the tests of the simulator share."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from random import Random
 
 from hypothesis import strategies as st
 
 from penstock import CostTable, Placement, Schedule, schedules
+from penstock.errors import ScheduleError
 from penstock.ir import Action, Backward, BackwardInput, BackwardWeight, Forward
+from penstock.ir.action import COMM_TYPES
+from penstock.passes import add_comms
 from penstock.schedules import Shape
 
 # Quarters add up without rounding, so that results can be compared bit for bit.
@@ -102,3 +106,21 @@ def costs_of(draw: st.DrawFn, schedule: Schedule) -> CostTable:
         bandwidth=some(st.sampled_from([0.5, 1.0, 4.0]), edges),
         overlap_saving=draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
     )
+
+
+@st.composite
+def with_comms(draw: st.DrawFn, schedule: Schedule) -> Schedule:
+    """The schedule with communication, some of it posted earlier or sent later than need be."""
+    schedule = add_comms(schedule)
+    random = draw(st.randoms(use_true_random=False))
+    for _ in range(draw(st.integers(0, 8))):
+        orders = [list(order) for order in schedule.orders]
+        order = random.choice(orders)
+        moved = order.pop(random.randrange(len(order)))
+        if isinstance(moved, COMM_TYPES):
+            order.insert(random.randint(0, len(order)), moved)
+            candidate = Schedule(orders, schedule.placement, schedule.num_microbatches)
+            with suppress(ScheduleError):
+                candidate.verify()
+                schedule = candidate
+    return schedule

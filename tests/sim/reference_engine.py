@@ -42,10 +42,10 @@ def simulate_by_relaxation(schedule: Schedule, costs: CostTable, *, blocking: bo
             free = 0.0
             for position, action in enumerate(order):
                 awaited = _needs(action, schedule)
-                if blocking and isinstance(action, RecvActivation | RecvGradient):
-                    awaited = [_received(action)]
                 start = max([free, *(arrivals[message] for message in awaited)])
                 end = start + _length(action, costs)
+                if blocking and isinstance(action, RecvActivation | RecvGradient):
+                    end = max(start, arrivals[_received(action)])
                 if blocking and isinstance(action, SendActivation | SendGradient):
                     end = arrivals[_sent(action)]
                 starts[rank][position], ends[rank][position] = start, end

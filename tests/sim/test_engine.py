@@ -186,9 +186,9 @@ def test_blocking_send_keeps_its_rank_until_the_message_has_arrived() -> None:
         "0SEND_F0": (1, 6),
         "0F1": (6, 7),
         "0SEND_F1": (7, 12),
-        "1RECV_F0": (6, 6),
+        "1RECV_F0": (0, 6),
         "1F0": (6, 7),
-        "1RECV_F1": (12, 12),
+        "1RECV_F1": (7, 12),
         "1F1": (12, 13),
     }
     report = simulate(schedule, costs, blocking=True)

@@ -133,7 +133,9 @@ SINGLE_COMPUTE_TYPES = (Forward, Backward, BackwardInput, BackwardWeight)
 COMPUTE_TYPES = (*SINGLE_COMPUTE_TYPES, Overlap)
 # The backwards that the stage before waits for.
 URGENT_BACKWARD_TYPES = (Backward, BackwardInput)
-COMM_TYPES = (SendActivation, RecvActivation, SendGradient, RecvGradient)
+SEND_TYPES = (SendActivation, SendGradient)
+RECV_TYPES = (RecvActivation, RecvGradient)
+COMM_TYPES = SEND_TYPES + RECV_TYPES
 
 
 def is_compute(action: Action) -> TypeGuard[Compute]:

@@ -20,6 +20,11 @@ class Placement:
     ranks: tuple[Rank, ...]
 
     def __init__(self, ranks: Iterable[int]) -> None:
+        if not isinstance(ranks, Iterable):
+            raise ScheduleError(
+                f"ranks is {ranks!r}. Expected the rank of each stage, such as [0, 1]; "
+                f"for one stage per rank, use Placement.linear({ranks!r})."
+            )
         held = tuple(ranks)
         _check(held)
         object.__setattr__(self, "ranks", held)
@@ -60,6 +65,11 @@ def _check(ranks: tuple[Rank, ...]) -> None:
             "The placement has no stage. "
             "Give the rank of each stage, such as Placement([0, 1]) or Placement.linear(2)."
         )
+    for stage, rank in enumerate(ranks):
+        if not isinstance(rank, int):
+            raise ScheduleError(
+                f"Stage {stage} is placed on rank {rank!r}. Ranks are whole numbers from 0."
+            )
     if min(ranks) < 0:
         raise ScheduleError(
             f"Stage {ranks.index(min(ranks))} is placed on rank {min(ranks)}. "

@@ -1,6 +1,6 @@
 """The value that is generated, verified, simulated, drawn and executed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
@@ -36,7 +36,7 @@ class Schedule:
         placement: Placement,
         num_microbatches: int,
     ) -> None:
-        frozen = tuple(map(tuple, orders))
+        frozen = tuple(map(_freeze, orders))
         kinds = {type(action) for order in frozen for action in order}
         _check(frozen, placement, num_microbatches, kinds)
         object.__setattr__(self, "orders", frozen)
@@ -47,17 +47,21 @@ class Schedule:
     @classmethod
     def from_csv(cls, text: str) -> "Schedule":
         """Reads PyTorch's text format, with or without communication."""
+        if not isinstance(text, str):
+            raise ScheduleError(
+                f"The text is a {type(text).__name__}. Give what the file holds: path.read_text()."
+            )
         return cls(*parse_csv(text))
 
     def to_csv(self) -> str:
-        """The schedule in PyTorch's text format; `from_csv` gives an equal schedule back."""
+        """The schedule in PyTorch's text format; if it verifies, `from_csv` gives an equal one."""
         return format_csv(self.orders)
 
     def verify(
         self,
         *,
         costs: Footprint | None = None,
-        memory_cap: float | Sequence[float] | None = None,
+        memory_cap: float | Iterable[float] | None = None,
     ) -> None:
         """Raises a ScheduleError if this cannot be run; see `penstock.passes.verify`."""
         from penstock.passes.verify import verify
@@ -89,6 +93,14 @@ class Schedule:
         return format_grid(self)
 
 
+def _freeze(order: Iterable[Action]) -> tuple[Action, ...]:
+    if not isinstance(order, Iterable):
+        raise ScheduleError(
+            f"The orders hold {order}, which is no order. Give a list of actions for each rank."
+        )
+    return tuple(order)
+
+
 def _count(number: int, noun: str) -> str:
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
@@ -100,14 +112,18 @@ def _check(
     num_microbatches: int,
     kinds: set[type],
 ) -> None:
+    if not isinstance(placement, Placement):
+        raise ScheduleError(
+            f"placement is {placement!r}. Expected a Placement, such as Placement([0, 1])."
+        )
     if len(orders) != placement.num_ranks:
         raise ScheduleError(
             f"There are {len(orders)} orders, but the placement has {placement.num_ranks} ranks. "
             "Give one order for each rank."
         )
-    if num_microbatches < 1:
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ScheduleError(
-            f"num_microbatches is {num_microbatches}. A schedule has at least one microbatch."
+            f"num_microbatches is {num_microbatches!r}. Expected a whole number, at least 1."
         )
     if strange := kinds.difference(COMPUTE_TYPES, COMM_TYPES):
         names = ", ".join(sorted(kind.__name__ for kind in strange))

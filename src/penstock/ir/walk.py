@@ -74,12 +74,15 @@ def _stall(
         )
     first = circle[0]
     action = schedule.orders[first][positions[first]]
-    return ScheduleError(
-        f"{locate(first, positions[first])}: {action} waits for ever\n"
-        + "\n".join(lines)
-        + "\nRanks must not wait for each other in a circle. "
-        "Move a marked action behind those that the other ranks wait for."
-    )
+    if len(circle) > 1:
+        rule = (
+            "Ranks must not wait for each other in a circle. "
+            "Move a marked action behind those that the other ranks wait for."
+        )
+    else:
+        rule = "What an action needs must be made before. Move it behind, or add what is missing."
+    where = locate(first, positions[first])
+    return ScheduleError("\n".join([f"{where}: {action} waits for ever", *lines, rule]))
 
 
 def _find_circle(inputs: Inputs, missing: dict[Rank, Input]) -> list[Rank]:

@@ -9,9 +9,8 @@ from penstock.ir import (
     BackwardWeight,
     Overlap,
     Schedule,
-    SendActivation,
-    SendGradient,
 )
+from penstock.ir.action import SEND_TYPES
 
 
 def split_backward(schedule: Schedule) -> Schedule:
@@ -34,7 +33,7 @@ def _rewrite(
 def _split(order: tuple[Action, ...]) -> Iterator[Action]:
     held_back: list[Action] = []
     for action in order:
-        if not isinstance(action, SendActivation | SendGradient):
+        if not isinstance(action, SEND_TYPES):
             yield from held_back
             held_back = []
         match action:

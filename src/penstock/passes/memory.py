@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from penstock.errors import CostError
 from penstock.ir import Backward, BackwardInput, Forward, Schedule
 from penstock.ir.action import compute_parts
 from penstock.ir.footprint import Footprint
@@ -13,6 +14,16 @@ class Held(NamedTuple):
 
     during: float
     after: float
+
+
+def check_stages(schedule: Schedule, footprint: Footprint) -> None:
+    """Raises if the costs are not those of the schedule's stages."""
+    num_stages = len(footprint.after_forward)
+    if num_stages != schedule.num_stages:
+        raise CostError(
+            f"The costs are of {num_stages} stages, but the schedule has {schedule.num_stages}. "
+            "Give costs for each stage."
+        )
 
 
 def held_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterator[Held]:
@@ -38,4 +49,5 @@ def held_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterator[
                 freed += after_input[part.stage]
         during = held + allocated
         held = during - freed if keeps else held
+        held = 0.0 if abs(held) < 1e-12 * during else held  # What rounding leaves is nothing.
         yield Held(during, held)

@@ -1,7 +1,8 @@
 """Proves that a schedule can be run, before anything is: complete, in order, free of deadlock."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from math import isnan
+from numbers import Real
 
 from penstock.errors import CostError
 from penstock.ir import (
@@ -16,7 +17,7 @@ from penstock.ir.action import COMM_TYPES, Comm, SingleCompute, parts
 from penstock.ir.excerpt import error_at
 from penstock.ir.footprint import Footprint
 from penstock.ir.walk import walk
-from penstock.passes.memory import held_along
+from penstock.passes.memory import check_stages, held_along
 from penstock.passes.verify_comms import check_comms
 
 _SLACK = 1 + 1e-9  # Sums of the same numbers in another order may differ by rounding.
@@ -26,7 +27,7 @@ def verify(
     schedule: Schedule,
     *,
     costs: Footprint | None = None,
-    memory_cap: float | Sequence[float] | None = None,
+    memory_cap: float | Iterable[float] | None = None,
 ) -> None:
     """Raises a ScheduleError at the first rule that `schedule` breaks; time linear in its actions.
 
@@ -41,6 +42,8 @@ def verify(
     check_orders(schedule)
     for _ in walk(schedule):
         pass
+    if costs is not None:
+        check_stages(schedule, costs)
     if memory_cap is not None:
         _check_memory(schedule, costs, memory_cap)
 
@@ -103,7 +106,7 @@ def _find_fault(
     if isinstance(part, COMM_TYPES):
         return None
     key = stage * schedule.num_microbatches + mb
-    done, needed = _turn(part, seen)
+    done, needed = _does_and_needs(part, seen)
     for keys in done:
         if key in keys:
             return (
@@ -122,7 +125,9 @@ def _find_fault(
     return None
 
 
-def _turn(part: SingleCompute, seen: _Seen) -> tuple[tuple[set[int], ...], set[int] | None]:
+def _does_and_needs(
+    part: SingleCompute, seen: _Seen
+) -> tuple[tuple[set[int], ...], set[int] | None]:
     """What `part` does, and what must have been done before."""
     if isinstance(part, Forward):
         return (seen.forwards,), None
@@ -154,26 +159,22 @@ def _check_complete(schedule: Schedule, seen: _Seen) -> None:
 
 
 def _check_memory(
-    schedule: Schedule, costs: Footprint | None, memory_cap: float | Sequence[float]
+    schedule: Schedule, costs: Footprint | None, memory_cap: float | Iterable[float]
 ) -> None:
     if costs is None:
         raise CostError(
             "memory_cap is given without costs. "
             "Give costs too, which say how much memory each stage takes."
         )
-    caps = memory_cap if isinstance(memory_cap, Sequence) else [memory_cap] * schedule.num_ranks
+    each = memory_cap if isinstance(memory_cap, Iterable) else [memory_cap] * schedule.num_ranks
+    caps = tuple(each)
     if len(caps) != schedule.num_ranks:
         raise CostError(
             f"memory_cap has {len(caps)} values, but there are {schedule.num_ranks} ranks. "
             "Give one for each rank, or one for all."
         )
-    if any(isnan(cap) for cap in caps):
+    if any(not isinstance(cap, Real) or isnan(cap) for cap in caps):
         raise CostError(f"memory_cap is {memory_cap}. Expected numbers, in the costs' unit.")
-    if len(costs.after_forward) != schedule.num_stages:
-        raise CostError(
-            f"The costs are of {len(costs.after_forward)} stages, "
-            f"but the schedule has {schedule.num_stages}. Give costs for each stage."
-        )
     for rank, cap in enumerate(caps):
         for position, held in enumerate(held_along(schedule, rank, costs)):
             if held.during > cap * _SLACK:

@@ -1,11 +1,9 @@
 """The rules of sends and receives: each message once, on its side, in one order at both ends."""
 
-from penstock.ir import Rank, RecvActivation, RecvGradient, Schedule, SendActivation, SendGradient
+from penstock.ir import Rank, Schedule
+from penstock.ir.action import RECV_TYPES, SEND_TYPES
 from penstock.ir.excerpt import error_at
 from penstock.ir.inputs import Channel, Input, Inputs
-
-_SENDS = (SendActivation, SendGradient)
-_RECEIVES = (RecvActivation, RecvGradient)
 
 
 def check_comms(schedule: Schedule) -> None:
@@ -38,7 +36,7 @@ def _check_sends(schedule: Schedule, inputs: Inputs, rank: Rank) -> list[Input]:
     sent: list[Input] = []
     due: dict[Input, int] = {}
     for position, action in enumerate(order):
-        if isinstance(action, _SENDS):
+        if isinstance(action, SEND_TYPES):
             keys = [key for key in inputs.sent(action) if key in due]
             if not keys:
                 raise error_at(
@@ -71,7 +69,7 @@ def _check_receives(schedule: Schedule, inputs: Inputs, rank: Rank) -> list[tupl
     received: list[tuple[Input, int]] = []
     posted: dict[Input, int] = {}
     for position, action in enumerate(schedule.orders[rank]):
-        if isinstance(action, _RECEIVES):
+        if isinstance(action, RECV_TYPES):
             keys = [key for key in inputs.received(action) if key not in posted]
             if not keys:
                 raise error_at(

@@ -8,7 +8,7 @@ from penstock.schedules.base import (
     Times,
     linear,
     loop,
-    there_and_back,
+    v_shape,
 )
 from penstock.schedules.registry import REGISTRY, get, names
 
@@ -23,5 +23,5 @@ __all__ = [
     "linear",
     "loop",
     "names",
-    "there_and_back",
+    "v_shape",
 ]

@@ -47,7 +47,7 @@ def loop(shape: Shape) -> Placement:
     return Placement.loop(shape.p, stages_per_rank=shape.v)
 
 
-def there_and_back(shape: Shape) -> Placement:
+def v_shape(shape: Shape) -> Placement:
     """Two stages per rank, in a V."""
     return Placement.v(shape.p)
 
@@ -97,6 +97,10 @@ class Generator:
         return f"<schedule generator {self.name}>"
 
     def _check(self, shape: Shape) -> None:
+        names = ("num_ranks", "num_microbatches", "stages_per_rank")
+        for name, value in zip(names, shape, strict=True):
+            if not isinstance(value, int):
+                raise ScheduleError(f"{name} is {value!r}. Expected a whole number.")
         if shape.p < 1:
             raise ScheduleError(f"num_ranks is {shape.p}. {self.name} needs at least 1.")
         if self.takes_any_stages_per_rank:

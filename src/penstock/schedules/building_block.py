@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from penstock.ir import Action, BackwardInput, BackwardWeight, Forward
-from penstock.schedules.base import Orders, Shape
+from penstock.schedules.base import Orders, Shape, Times
 
 _PERIOD = 6  # F, I and W of two stages.
 
@@ -66,6 +66,11 @@ class _Order:
         else:
             self.next_pass += 1
             self.num_inputs += isinstance(action, BackwardInput)
+
+
+def passes_are_equal(shape: Shape, times: Times) -> bool:
+    """Whether the unit of these schedules is the truth, and there is enough to fill the pipe."""
+    return times.f == times.i == times.w and times.c == 0 and shape.m >= shape.p
 
 
 def repeat_block(shape: Shape, block: Callable[[int], Block]) -> Orders:

@@ -3,6 +3,10 @@
 From DeepSeek's DualPipe, cut in half as described by Sea AI Lab. Needs m >= 2p.
 Holds p + 1/2 microbatches: half a microbatch more than ZB-V, as a pair holds both its halves.
 
+    p=2, m=4, all actions 1, a pair too (stages 0 and 3 on rank 0, 1 and 2 on rank 1)
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3&3B1 3F2&0B0 3B2 3F3&0B1 3B3 …
+    rank 1  .   1F0 2F0 1F1 2F1 1F2 2B0 2F2&1B0 1F3&2B1 2F3&1B1 2B2 1B2 …
+
     rank r, its first stage "down", its second "up"
     [1] 2(p - r - 1) times F down           [5] p - r - 1 times B up, then F up with B down
     [2] r + 1 times F down, F up            [6] r + 1 times B up, B down; I in the second half
@@ -12,7 +16,7 @@ Holds p + 1/2 microbatches: half a microbatch more than ZB-V, as a pair holds bo
 """
 
 from penstock.ir import Action
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, there_and_back
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, v_shape
 from penstock.schedules.writer import Writer
 
 
@@ -63,7 +67,7 @@ dual_pipe_v = Generator(
     name="DualPipeV",
     source="DeepSeek DualPipe, arXiv:2412.19437, in its V form",
     orders=_orders,
-    placement=there_and_back,
+    placement=v_shape,
     stages_per_rank=2,
     min_microbatches=lambda shape: 2 * shape.p,
     bubble=Bubble(_bubble, "makespan", lambda shape, t: t.f == t.i >= t.w and t.c == 0),

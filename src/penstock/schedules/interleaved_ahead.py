@@ -3,7 +3,7 @@ round, p messages, for the memory of one more microbatch on one stage.
 
     p=2, m=4, v=2, F=B=1
     rank 0  0F0 0F1 0F2 2F0 2F1 0F3 2B0 2F2 2B1 2F3 0B0 …
-    rank 1  .   1F0 1F1 1F2 3F0 3F1 3B0 1F3 3B1 3F2 1B0 …
+    rank 1  .   1F0 1F1 1F2 3F0 3B0 3F1 3B1 1F3 1B0 3F2 …
 
 In Megatron's order the second round of forwards waits for p messages that nothing hides. Here one
 more forward is run in that time, which is long enough while p * c <= f / v.
@@ -24,8 +24,8 @@ def _bubble(shape: Shape, times: Times) -> float:
 
 def _holds(shape: Shape, times: Times) -> bool:
     p, m, v = shape
-    hidden = m % p == 0 and m > p > 1 and v > 1 and p * times.c <= times.f / v
-    return m >= p and (times.c == 0 or hidden)
+    is_hidden = p * times.c <= times.f / v and v * times.c <= times.i + times.w
+    return m >= p and (times.c == 0 or (is_hidden and m % p == 0 and m > p > 1 and v > 1))
 
 
 def _orders(shape: Shape) -> Orders:

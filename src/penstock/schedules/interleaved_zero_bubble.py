@@ -1,5 +1,5 @@
-"""Interleaved zero bubble. Any number of stages per rank, in a loop. Memory as 1F1B, and a v-th of
-ZB-H1's bubble. With one stage per rank it is ZB-H1. arXiv:2401.10241, in a loop.
+"""Interleaved zero bubble. Any number of stages per rank, in a loop. Memory as 1F1B if p
+divides m, and a v-th of ZB-H1's bubble. With one stage per rank it is ZB-H1. arXiv:2401.10241.
 
     p=2, m=4, v=2, F=I=W=1     fewer forwards ahead than interleaved 1F1B; rank r puts off r W
     rank 0  0F0 0F1 2F0 2F1 .   2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 …

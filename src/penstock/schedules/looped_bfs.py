@@ -9,11 +9,7 @@ needed in one piece of time: good with sharded data parallelism. Needs m >= p to
 """
 
 from penstock.ir import Backward, Forward
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, loop
-
-
-def _bubble(shape: Shape, times: Times) -> float:
-    return (shape.p - 1) * (times.total / shape.v + 2 * times.c)
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, loop
 
 
 def _orders(shape: Shape) -> Orders:
@@ -32,7 +28,11 @@ looped_bfs = Generator(
     placement=loop,
     stages_per_rank=2,
     takes_any_stages_per_rank=True,
-    bubble=Bubble(_bubble, "makespan", lambda shape, t: t.c == 0 and shape.m >= shape.p),
+    bubble=Bubble(
+        lambda shape, t: (shape.p - 1) * t.total / shape.v,
+        "makespan",
+        lambda shape, t: t.c == 0 and shape.m >= shape.p,
+    ),
     peak=lambda shape: shape.m,
     orders=_orders,
 )

@@ -1,4 +1,4 @@
-"""1F1B. One stage per rank. Holds p microbatches at most. Bubble as GPipe. arXiv:1806.03377.
+"""1F1B. One stage per rank. Holds p microbatches at most. Bubble as GPipe. arXiv:2007.01045.
 
     p=3, m=4, F=B=1     [1] warm-up: p - rank forwards  [2] steady: B then F  [3] drain
     rank 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
@@ -31,7 +31,7 @@ def _orders(shape: Shape) -> Orders:
 one_f_one_b = Generator(
     name="1F1B",
     aliases=("OneFOneB", "PipeDream-Flush", "DAPPLE"),
-    source="PipeDream, arXiv:1806.03377; DAPPLE, arXiv:2007.01045; the term of c is fitted",
+    source="DAPPLE, arXiv:2007.01045; after PipeDream, arXiv:1806.03377; the term of c is fitted",
     bubble=Bubble(
         _bubble, "makespan", lambda shape, t: t.c == 0 or (shape.m % shape.p == 0 and shape.p > 1)
     ),

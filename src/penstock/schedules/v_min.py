@@ -2,12 +2,16 @@
 
 arXiv:2405.15362. Holds (p + 4) // 3 microbatches at most, the least of all.
 
+    p=2, m=4, F=I=W=1 (stages 0 and 3 on rank 0, 1 and 2 on rank 1)
+    rank 0  0F0 .   .   3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0F2 0I1 …
+    rank 1  .   1F0 2F0 .   .   2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 …
+
 The order is made for F = I = W; with other times it still holds no more, but ranks wait in every
 period, so that the bubble grows with m.
 """
 
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, there_and_back
-from penstock.schedules.building_block import Block, repeat_block
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, v_shape
+from penstock.schedules.building_block import Block, passes_are_equal, repeat_block
 
 
 def _orders(shape: Shape) -> Orders:
@@ -35,12 +39,8 @@ v_min = Generator(
     name="V-Min",
     source="Pipeline Parallelism with Controllable Memory, arXiv:2405.15362",
     orders=_orders,
-    placement=there_and_back,
+    placement=v_shape,
     stages_per_rank=2,
-    bubble=Bubble(
-        _bubble,
-        "makespan",
-        lambda shape, t: t.f == t.i == t.w and t.c == 0 and shape.m >= shape.p,
-    ),
+    bubble=Bubble(_bubble, "makespan", passes_are_equal),
     peak=lambda shape: min(shape.m, (shape.p + 4) // 3),
 )

@@ -4,19 +4,19 @@ arXiv:2401.10241 section 6.
 
     p=2, m=4, F=I=W=1 (stages 0 and 3 on rank 0, 1 and 2 on rank 1)
     rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 …
-    rank 1  .   1F0 2F0 1F1 2F1 1F2 2I0 2W0 1I0 1W0 2F2 2I1 2W1 1I1 1W1 …
+    rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 …
 
 [1] Forwards of the first stage until the first microbatch is back. [2] Forwards of both stages.
 [3] The second stage's backwards begin. [4] Steady: F, I, W of one stage, then of the other.
 [5] Inputs first, so that no other rank waits. [6] The weights that are left.
 
 The construction is for m >= 2p - 1; for fewer microbatches the others are left out of it, and the
-gaps that they leave are squeezed out.
+gaps that they leave are squeezed out. It takes time for 2p - 1 microbatches all the same.
 """
 
 from penstock.ir import Action
 from penstock.ir.action import compute_parts
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, there_and_back
+from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, v_shape
 from penstock.schedules.building_block import squeeze
 from penstock.schedules.writer import Writer
 
@@ -71,7 +71,7 @@ zb_v = Generator(
     aliases=("ZBVZeroBubble",),
     source="Zero Bubble Pipeline Parallelism, arXiv:2401.10241 section 6",
     orders=_orders,
-    placement=there_and_back,
+    placement=v_shape,
     stages_per_rank=2,
     bubble=Bubble(lambda shape, t: (shape.p - 1) * (t.f + t.i - 2 * t.w) / 2, "span", _holds),
     peak=lambda shape: min(shape.m, shape.p),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from numbers import Real
 
 from penstock.errors import CostError
 
@@ -48,13 +49,17 @@ class CostTable:
         bandwidth: Iterable[float] | float = math.inf,
         overlap_saving: float = 0.0,
     ) -> None:
-        """One value per stage, or per edge; a single number stands for all of them.
+        """One value per stage, or per edge; for memory and messages one number may stand for all.
 
         A full backward costs as much as its halves if it is not given.
         """
-        halves = tuple(backward_input), tuple(backward_weight)
-        stages = tuple(forward)
-        full = tuple(map(sum, zip(*halves, strict=False))) if backward is None else tuple(backward)
+        stages = _each("forward", forward)
+        halves = _each("backward_input", backward_input), _each("backward_weight", backward_weight)
+        full = (
+            tuple(map(sum, zip(*halves, strict=False)))
+            if backward is None
+            else _each("backward", backward)
+        )
         num_stages, num_edges = len(stages), max(len(stages) - 1, 0)
         values = {
             "forward": stages,
@@ -136,10 +141,24 @@ class CostTable:
                 )
             for index, value in enumerate(values):
                 _check_value(field.name, index, value)
+        if math.inf in self.transfer:
+            raise CostError(
+                f"message_bytes / bandwidth of edge {self.transfer.index(math.inf)} is infinite. "
+                "Expected sizes and bandwidths in one unit."
+            )
         if not 0 <= self.overlap_saving <= 1:
             raise CostError(
                 f"overlap_saving is {self.overlap_saving}. Expected a share between 0 and 1."
             )
+
+
+def _each(name: str, values: Iterable[float]) -> tuple[float, ...]:
+    if not isinstance(values, Iterable):
+        raise CostError(
+            f"{name} is {values!r}. Expected one number per stage; "
+            "CostTable.uniform gives all stages the same."
+        )
+    return tuple(values)
 
 
 def _spread(value: Iterable[float] | float, count: int) -> tuple[float, ...]:
@@ -147,6 +166,8 @@ def _spread(value: Iterable[float] | float, count: int) -> tuple[float, ...]:
 
 
 def _check_value(name: str, index: int, value: float) -> None:
+    if not isinstance(value, Real):
+        raise CostError(f"{name}[{index}] is {value!r}. Expected a number.")
     if name == "bandwidth":
         fits, expected = value > 0, "a positive number, or math.inf"
     else:

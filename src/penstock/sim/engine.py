@@ -14,9 +14,8 @@ from penstock.ir import (
     Forward,
     Overlap,
     Schedule,
-    SendActivation,
-    SendGradient,
 )
+from penstock.ir.action import RECV_TYPES, SEND_TYPES
 from penstock.ir.inputs import Channel, Input, Inputs
 from penstock.ir.walk import walk
 from penstock.sim.cost import CostTable
@@ -68,8 +67,10 @@ def run(schedule: Schedule, costs: CostTable, *, blocking: bool = False) -> Time
         end = start + duration(action, costs)
         for key in delivered:
             arrivals[key] = network.send(key, end)
-            if blocking and isinstance(action, SendActivation | SendGradient):
+            if blocking and isinstance(action, SEND_TYPES):
                 end = arrivals[key]
+        if blocking and isinstance(action, RECV_TYPES):
+            start = free[rank]  # What it waits is part of it, as of a send.
         free[rank] = end
         starts[rank].append(start)
         ends[rank].append(end)

@@ -41,7 +41,7 @@ class RankReport(NamedTuple):
 
     @property
     def span(self) -> float:
-        """From its own first start to its own last end."""
+        """From the start of its first compute to the end of its last action."""
         return self.last_end - self.first_start
 
 

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from penstock.errors import CostError
 from penstock.ir import Schedule
 from penstock.passes import add_comms
+from penstock.passes.memory import check_stages
 from penstock.passes.verify import check_orders
 from penstock.sim.cost import CostTable
 from penstock.sim.engine import run
@@ -32,11 +32,7 @@ def simulate(
     check_orders(schedule)  # The rest of `verify` is a walk, and so is the simulation.
     if costs is None:
         costs = _unit_costs(schedule)
-    if costs.num_stages != schedule.num_stages:
-        raise CostError(
-            f"The costs are of {costs.num_stages} stages, but the schedule has "
-            f"{schedule.num_stages}. Give costs for each stage."
-        )
+    check_stages(schedule, costs)
     if blocking and not schedule.has_comms:
         schedule = add_comms(schedule)
     return make_report(run(schedule, costs, blocking=blocking), costs)
