@@ -1,34 +1,43 @@
-"""Shows: every training schedule that Penstock knows, by bubble and memory, for your costs.
+"""Shows: every training schedule that Penstock knows, by bubble and memory, for one model.
 
-Four ranks, eight microbatches. A rank's share of the model takes 2 for F, 2 for I and 1 for W; a
-message takes 0.1; a microbatch holds 1 of memory on a rank, and 0.8 from the end of I on.
+The model has 16 layers that cost different amounts. Each schedule cuts it into as many stages as it
+needs, on 4 ranks, for 8 microbatches; a cut with equal numbers of layers, not a balanced one.
 """
 
-import penstock
+from penstock import CostTable, Schedule, schedules, simulate
 
 RANKS, MICROBATCHES = 4, 8
 
+# Of each layer: F and I take this time, W half of it. A microbatch holds 1/4 of memory on a layer,
+# so that a rank with 4 layers holds 1.
+LAYERS = [1.2, *[1.0] * 14, 1.4]
+
+
+def costs_of(schedule: Schedule) -> CostTable:
+    """The layers' costs, added up for each of the schedule's stages."""
+    size = len(LAYERS) // schedule.num_stages
+    times = [sum(LAYERS[first : first + size]) for first in range(0, len(LAYERS), size)]
+    return CostTable(
+        forward=times,
+        backward_input=times,
+        backward_weight=[time / 2 for time in times],
+        after_forward=[size / 4] * schedule.num_stages,  # One value for each stage,
+        after_input=[size / 5] * schedule.num_stages,
+        delay=0.1,  # or one number for all.
+    )
+
 
 def main() -> None:
-    print(f"{'':23}{'makespan':>8}  bubble  {'span':>5}  bubble  memory")
-    for name in penstock.schedules.names():
+    print(f"Simulated: {len(LAYERS)} layers on {RANKS} ranks, {MICROBATCHES} microbatches.")
+    print(f"{'':22}  makespan  bubble    span  bubble  memory")
+    for name in schedules.names():
         if name == "ForwardOnly":
             continue  # For inference: it does not do the same work.
-        schedule = penstock.schedules.get(name)(num_ranks=RANKS, num_microbatches=MICROBATCHES)
-        costs = penstock.CostTable.uniform(
-            schedule.num_stages,
-            stages_per_rank=schedule.num_stages // RANKS,
-            forward=2.0,
-            backward_input=2.0,
-            backward_weight=1.0,
-            after_forward=1.0,
-            after_input=0.8,
-            delay=0.1,
-        )
-        report = penstock.simulate(schedule, costs)
+        schedule = schedules.get(name)(num_ranks=RANKS, num_microbatches=MICROBATCHES)
+        report = simulate(schedule, costs_of(schedule))
         print(
-            f"{name:23}{report.makespan:8.2f}  {report.bubble_by_makespan:6.1%}  "
-            f"{report.span:5.2f}  {report.bubble_by_span:6.1%}  {report.peak_memory:6.2f}"
+            f"{name:22}  {report.makespan:8.2f}  {report.bubble_by_makespan:6.1%}  "
+            f"{report.span:6.2f}  {report.bubble_by_span:6.1%}  {report.peak_memory:6.2f}"
         )
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock import CostTable, Placement, Schedule, schedules
+from penstock import CostTable, Placement, Schedule, schedules, simulate
 from penstock.errors import PipelineError
 from penstock.ir import Forward
+from penstock.schedules import Generator
 
 ONE = Placement.linear(1)
 GPIPE = schedules.get("GPipe")
@@ -21,6 +22,22 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "one order for all": (
         lambda: Schedule([Forward(0, 0)], ONE, 1),
         "The orders hold 0F0, which is no order. Give a list of actions for each rank.",
+    ),
+    "function that returns nothing": (
+        lambda: Schedule(None, ONE, 1),
+        "orders is None. Give an order for each rank; "
+        "a function that makes them must yield or return them.",
+    ),
+    "rank that does not exist": (
+        lambda: simulate(GPIPE(num_ranks=2, num_microbatches=1)).memory(2),
+        "rank is 2. The schedule has ranks 0 to 1.",
+    ),
+    "stages that the placement does not have": (
+        lambda: Generator(name="Mine", orders=GPIPE.orders, stages_per_rank=2)(
+            num_ranks=3, num_microbatches=1
+        ),
+        "stages_per_rank is 2, but the placement of Mine has 3 stages on 3 ranks. "
+        "Give the Generator a placement that fits, such as schedules.loop.",
     ),
     "part of a microbatch": (
         lambda: Schedule([[Forward(0, 0)]], ONE, 1.5),

@@ -53,7 +53,7 @@ def test_rank_runs_on_until_it_must_wait() -> None:
 def test_stall_shows_the_circle_and_leaves_out_who_only_waits_for_it() -> None:
     text = "0F0,0F1,0B0,0B1\n1F0,1B1,1F1,1B0\n2F0,2F1,2B1,2B0\n"
     assert (
-        "rank 1, position 1: 1B1 waits for ever\n"
+        "rank 1, position 1: 1B1 waits forever\n"
         "  rank 1: 1F0 >1B1< 1F1 1B0\n"
         "    waits for the gradient of microbatch 1 from stage 2 on rank 2\n"
         "  rank 2: 2F0 >2F1< 2B1 2B0\n"
@@ -65,7 +65,7 @@ def test_stall_shows_the_circle_and_leaves_out_who_only_waits_for_it() -> None:
 def test_stall_of_three_ranks_starts_at_the_smallest() -> None:
     text = "1F0,5F0\n3F0,0F0\n2F0,4F0\n"
     assert (
-        "rank 0, position 0: 1F0 waits for ever\n"
+        "rank 0, position 0: 1F0 waits forever\n"
         "  rank 0: >1F0< 5F0\n"
         "    waits for the activation of microbatch 0 from stage 0 on rank 1\n"
         "  rank 1: >3F0< 0F0\n"
@@ -79,14 +79,14 @@ def test_stall_of_three_ranks_starts_at_the_smallest() -> None:
 def test_circle_that_is_entered_in_the_middle_starts_at_its_smallest_rank() -> None:
     # Rank 0 waits for rank 2, which waits for rank 1, which waits for rank 2.
     message = error_of("4F0\n2F0,0F0\n1F0,3F0\n")
-    assert message.startswith("rank 1, position 0: 2F0 waits for ever\n  rank 1: >2F0< 0F0\n")
+    assert message.startswith("rank 1, position 0: 2F0 waits forever\n  rank 1: >2F0< 0F0\n")
     assert "  rank 0:" not in message
     assert message.index("  rank 1:") < message.index("  rank 2:")
 
 
 def test_rank_that_waits_for_itself_is_told_to_move_the_action() -> None:
     assert (
-        "rank 0, position 0: 1F0 waits for ever\n"
+        "rank 0, position 0: 1F0 waits forever\n"
         "  rank 0: >1F0< 0F0\n"
         "    waits for the activation of microbatch 0 from stage 0 on rank 0\n"
         "What an action needs must be made before. Move it behind, or add what is missing."
@@ -95,7 +95,7 @@ def test_rank_that_waits_for_itself_is_told_to_move_the_action() -> None:
 
 def test_rank_that_nobody_serves_is_shown_alone() -> None:
     assert (
-        "rank 1, position 0: 1F1 waits for ever\n"
+        "rank 1, position 0: 1F1 waits forever\n"
         "  rank 1: >1F1<\n"
         "    waits for the activation of microbatch 1 from stage 0 on rank 2\n"
         "What an action needs must be made before. Move it behind, or add what is missing."
@@ -125,7 +125,7 @@ def test_receive_is_posted_and_does_not_wait() -> None:
 
 def test_receive_waits_for_its_message_if_blocking() -> None:
     assert (
-        "rank 0, position 2: 0RECV_B0 waits for ever\n"
+        "rank 0, position 2: 0RECV_B0 waits forever\n"
         "  rank 0: 0F0 0SEND_F0 >0RECV_B0< 0B0 0F1 0SEND_F1 0RECV_B1 …\n"
         "    waits for the gradient of microbatch 0 from stage 1 on rank 1\n"
         "  rank 1: 1RECV_F0 >1RECV_F1< 1F0 1B0 1SEND_B0 1F1 …\n"
@@ -142,7 +142,7 @@ def test_blocking_walk_goes_through_if_each_receive_is_served() -> None:
 
 
 def test_value_waits_for_its_send_if_there_is_communication() -> None:
-    assert "1F0 waits for ever" in error_of("0F0\n1RECV_F0,1F0\n")
+    assert "1F0 waits forever" in error_of("0F0\n1RECV_F0,1F0\n")
     assert ["0F0", "1F0"] == cells_of(Schedule.from_csv("0F0\n1F0\n"))
 
 

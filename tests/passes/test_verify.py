@@ -132,11 +132,11 @@ REJECTED = {
     ),
     "missing backward": (
         "0F0,0F1,0B0\n",
-        f"rank 0, position 3: 0I1 is missing\n  0F0 0F1 0B0 >end<\n{complete(2)}",
+        f"rank 0, position 3: 0B1, or 0I1 and 0W1, is missing\n  0F0 0F1 0B0 >end<\n{complete(2)}",
     ),
     "backward missing on a whole rank": (
         "0F0\n1F0,1B0\n",
-        f"rank 0, position 1: 0I0 is missing\n  0F0 >end<\n{complete(1)}",
+        f"rank 0, position 1: 0B0, or 0I0 and 0W0, is missing\n  0F0 >end<\n{complete(1)}",
     ),
     "missing weight backward": (
         "0F0,0I0\n",
@@ -144,7 +144,7 @@ REJECTED = {
     ),
     "circle": (
         "0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1\n2F1,2B1,2F0,2B0\n",
-        "rank 1, position 1: 1B0 waits for ever\n"
+        "rank 1, position 1: 1B0 waits forever\n"
         "  rank 1: 1F0 >1B0< 1F1 1B1\n"
         "    waits for the gradient of microbatch 0 from stage 2 on rank 2\n"
         "  rank 2: >2F1< 2B1 2F0 2B0\n"
@@ -201,7 +201,7 @@ def test_empty_schedule_of_a_billion_microbatches_is_rejected_at_once() -> None:
 
 def test_rank_that_waits_for_itself_is_rejected() -> None:
     schedule = Schedule.from_csv("0F0,1F0,0B0,1B0\n")
-    assert error_of(schedule).startswith("rank 0, position 2: 0B0 waits for ever\n")
+    assert error_of(schedule).startswith("rank 0, position 2: 0B0 waits forever\n")
 
 
 def test_excerpt_shows_four_actions_on_each_side_of_the_culprit() -> None:

@@ -122,7 +122,7 @@ REJECTED = {
     "circle through a late send": (
         "0F0,0SEND_F0,0F1,0RECV_B0,0B0,0SEND_F1,0RECV_B1,0B1\n"
         "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n",
-        "rank 0, position 4: 0B0 waits for ever\n"
+        "rank 0, position 4: 0B0 waits forever\n"
         "  rank 0: 0F0 0SEND_F0 0F1 0RECV_B0 >0B0< 0SEND_F1 0RECV_B1 0B1\n"
         "    waits for the gradient of microbatch 0 from stage 1 on rank 1\n"
         "  rank 1: 1RECV_F0 1RECV_F1 1F0 >1F1< 1B0 1SEND_B0 1B1 1SEND_B1\n"

@@ -10,6 +10,7 @@ import pytest
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Schedule
 from penstock.passes import add_comms, verify
+from penstock.schedules import get
 from penstock.sim import CostTable
 
 # Rank 0 holds two microbatches at most, rank 1 one.
@@ -143,13 +144,11 @@ def test_other_rules_come_before_the_cap() -> None:
         verify(Schedule.from_csv("0F0,0B1\n"), costs=costs_of(1), memory_cap=0)
 
 
-def test_cap_without_costs_is_rejected() -> None:
-    with pytest.raises(CostError) as caught:
-        verify(Schedule.from_csv(TEXT), memory_cap=1)
-    assert (
-        "memory_cap is given without costs. "
-        "Give costs too, which say how much memory each stage takes."
-    ) == str(caught.value)
+def test_cap_without_costs_counts_microbatches_on_a_whole_rank() -> None:
+    schedule = get("ZB-V")(num_ranks=3, num_microbatches=8)  # Two stages on each rank.
+    verify(schedule, memory_cap=3)
+    with pytest.raises(ScheduleError, match=r"the rank holds 3, but its memory_cap is 2\.5"):
+        verify(schedule, memory_cap=2.5)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -4,11 +4,11 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from shapes import make, shapes
 
 from penstock import Schedule, simulate
 from penstock.passes import add_comms, remove_comms
 from penstock.schedules import REGISTRY, Generator, Times
+from shapes import make, shapes
 
 every_generator = pytest.mark.parametrize("generator", REGISTRY, ids=lambda each: each.name)
 

@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from shapes import make, shapes
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from penstock import Placement, Schedule, ScheduleError, schedules
 from penstock.ir import BackwardWeight, Overlap
 from penstock.passes import add_comms, remove_comms
 from penstock.schedules import REGISTRY, Generator, Shape
+from shapes import make, shapes
 
 TorchOrders = dict[int, list[Any]]
 
@@ -216,3 +216,21 @@ def test_zb_v_is_torchs_but_for_the_order_of_weights_at_the_end() -> None:
 def _kind(action: Any) -> Any:
     """The action, or only that it is a W."""
     return BackwardWeight if isinstance(action, BackwardWeight) else action
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ],
+)
+def test_schedule_is_found_by_the_name_of_torchs_class(name: str) -> None:
+    class_name = torch_schedules.get_schedule_class(name).__name__
+    assert f"Schedule{name}" == class_name
+    assert schedules.get(name) is schedules.get(class_name)

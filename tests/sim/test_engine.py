@@ -219,7 +219,7 @@ def test_blocking_receive_before_the_send_that_the_other_rank_waits_for_is_rejec
         "0F0,0RECV_B0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
     )
     assert 6 == simulate(schedule).makespan
-    with pytest.raises(ScheduleError, match="waits for ever"):
+    with pytest.raises(ScheduleError, match="waits forever"):
         simulate(schedule, blocking=True)
 
 
@@ -231,7 +231,7 @@ def test_schedule_that_breaks_a_rule_is_rejected_before_it_is_simulated() -> Non
 @pytest.mark.parametrize("blocking", [False, True], ids=["overlapped", "blocking"])
 def test_ranks_that_wait_for_each_other_are_rejected(blocking: bool) -> None:
     schedule = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-    with pytest.raises(ScheduleError, match="rank 0, position 1: 0B0 waits for ever"):
+    with pytest.raises(ScheduleError, match="rank 0, position 1: 0B0 waits forever"):
         simulate(schedule, blocking=blocking)
 
 

@@ -21,7 +21,7 @@ def test_engine_agrees_with_relaxation(
 ) -> None:
     schedule = data.draw(schedules)
     costs = data.draw(costs_of(schedule))
-    if blocking:  # A receive that is posted early may then wait for ever.
+    if blocking:  # A receive that is posted early may then wait forever.
         schedule = add_comms(schedule)
     elif data.draw(st.booleans()):
         schedule = data.draw(with_comms(schedule))

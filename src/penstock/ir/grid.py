@@ -12,7 +12,7 @@ from penstock.ir.walk import walk
 def format_grid(schedule: Schedule) -> str:
     """The schedule as if each compute action took one unit and communication none.
 
-    A dot is idle time. A rank that waits for ever ends in `!` and what it could not run.
+    A dot is idle time. A rank that waits forever ends in `!` and what it could not run.
     """
     rows = _lay_out(schedule)
     width = max((len(cell) for row in rows for cell in row), default=0)

@@ -36,6 +36,11 @@ class Schedule:
         placement: Placement,
         num_microbatches: int,
     ) -> None:
+        if not isinstance(orders, Iterable):
+            raise ScheduleError(
+                f"orders is {orders!r}. Give an order for each rank; "
+                "a function that makes them must yield or return them."
+            )
         frozen = tuple(map(_freeze, orders))
         kinds = {type(action) for order in frozen for action in order}
         _check(frozen, placement, num_microbatches, kinds)

@@ -82,7 +82,7 @@ def _stall(
     else:
         rule = "What an action needs must be made before. Move it behind, or add what is missing."
     where = locate(first, positions[first])
-    return ScheduleError("\n".join([f"{where}: {action} waits for ever", *lines, rule]))
+    return ScheduleError("\n".join([f"{where}: {action} waits forever", *lines, rule]))
 
 
 def _find_circle(inputs: Inputs, missing: dict[Rank, Input]) -> list[Rank]:

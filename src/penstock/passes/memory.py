@@ -1,5 +1,6 @@
 """How much activation memory a rank holds along its order; time plays no part in it."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -7,6 +8,21 @@ from penstock.errors import CostError
 from penstock.ir import Backward, BackwardInput, Forward, Schedule
 from penstock.ir.action import compute_parts
 from penstock.ir.footprint import Footprint
+
+
+class EvenFootprint(NamedTuple):
+    """A footprint made of numbers alone."""
+
+    after_forward: tuple[float, ...]
+    after_input: tuple[float, ...]
+
+
+def whole_shares(schedule: Schedule) -> EvenFootprint:
+    """The footprint by which a microbatch holds 1 on all stages of a rank together."""
+    ranks = schedule.placement.ranks
+    num_held = Counter(ranks)
+    share = tuple(1 / num_held[rank] for rank in ranks)
+    return EvenFootprint(share, share)
 
 
 class Held(NamedTuple):

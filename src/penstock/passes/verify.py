@@ -17,7 +17,7 @@ from penstock.ir.action import COMM_TYPES, Comm, SingleCompute, parts
 from penstock.ir.excerpt import error_at
 from penstock.ir.footprint import Footprint
 from penstock.ir.walk import walk
-from penstock.passes.memory import check_stages, held_along
+from penstock.passes.memory import check_stages, held_along, whole_shares
 from penstock.passes.verify_comms import check_comms
 
 _SLACK = 1 + 1e-9  # Sums of the same numbers in another order may differ by rounding.
@@ -37,7 +37,8 @@ def verify(
     3. Sends and receives, if there are any, are there for each message between ranks, on the right
        side of the action they serve, and in one order at both ends of a channel.
     4. No ranks wait for each other in a circle.
-    5. No rank holds more than `memory_cap` (one for all, or one for each) by the memory of `costs`.
+    5. No rank holds more than `memory_cap` (one for all, or one for each) by the memory of `costs`;
+       without `costs` the unit is a microbatch on all stages of a rank.
     """
     check_orders(schedule)
     for _ in walk(schedule):
@@ -148,11 +149,14 @@ def _check_complete(schedule: Schedule, seen: _Seen) -> None:
             missing = next(key for key in range(expected) if key not in keys)
             stage, mb = divmod(missing, schedule.num_microbatches)
             rank = schedule.placement.ranks[stage]
+            name = f"{stage}{kind}{mb}"
+            if kind == "I" and missing not in seen.weights:
+                name = f"{stage}B{mb}, or {stage}I{mb} and {stage}W{mb},"
             raise error_at(
                 schedule.orders,
                 rank,
                 len(schedule.orders[rank]),
-                f"{stage}{kind}{mb} is missing",
+                f"{name} is missing",
                 f"Every stage needs a forward of each of the {schedule.num_microbatches} "
                 "microbatches and, if there are backwards at all, B, or I and W. Add it.",
             )
@@ -162,10 +166,7 @@ def _check_memory(
     schedule: Schedule, costs: Footprint | None, memory_cap: float | Iterable[float]
 ) -> None:
     if costs is None:
-        raise CostError(
-            "memory_cap is given without costs. "
-            "Give costs too, which say how much memory each stage takes."
-        )
+        costs = whole_shares(schedule)
     each = memory_cap if isinstance(memory_cap, Iterable) else [memory_cap] * schedule.num_ranks
     caps = tuple(each)
     if len(caps) != schedule.num_ranks:

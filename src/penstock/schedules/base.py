@@ -91,7 +91,14 @@ class Generator:
         v = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         shape = Shape(num_ranks, num_microbatches, v)
         self._check(shape)
-        return Schedule(self.orders(shape), self.placement(shape), num_microbatches)
+        placement = self.placement(shape)
+        if placement.num_stages != num_ranks * v:
+            raise ScheduleError(
+                f"stages_per_rank is {v}, but the placement of {self.name} has "
+                f"{placement.num_stages} stages on {num_ranks} ranks. "
+                "Give the Generator a placement that fits, such as schedules.loop."
+            )
+        return Schedule(self.orders(shape), placement, num_microbatches)
 
     def __repr__(self) -> str:
         return f"<schedule generator {self.name}>"

@@ -48,7 +48,9 @@ def names() -> list[str]:
 def get(name: str) -> Generator:
     """The algorithm of that name; case, hyphens, underscores and blanks do not matter.
 
-    >>> get("zb-v") is get("ZBV")
+    The names of torch's classes will do too.
+
+    >>> get("zb-v") is get("ScheduleZBVZeroBubble")
     True
     """
     by_key = {
@@ -67,4 +69,5 @@ def get(name: str) -> Generator:
 
 
 def _normalise(name: str) -> str:
-    return "".join(character for character in name.lower() if character not in "-_ ")
+    letters = "".join(character for character in name.lower() if character not in "-_ ")
+    return letters.removeprefix("schedule")

@@ -7,6 +7,7 @@ from math import fsum
 from operator import sub
 from typing import NamedTuple
 
+from penstock.errors import ScheduleError
 from penstock.ir import Action, Rank
 from penstock.ir.action import Forward, compute_parts, is_compute
 from penstock.sim.cost import CostTable
@@ -89,7 +90,11 @@ class Report:
         return max(rank.peak_memory for rank in self.ranks)
 
     def memory(self, rank: Rank) -> list[MemoryPoint]:
-        """What `rank` holds over time."""
+        """What `rank` holds over time: from each point's time on, until the next point's."""
+        if rank not in range(len(self.ranks)):
+            raise ScheduleError(
+                f"rank is {rank}. The schedule has ranks 0 to {len(self.ranks) - 1}."
+            )
         return memory_curve(self.timeline, rank, self.costs)
 
     def actions(self) -> Iterator[TimedAction]:

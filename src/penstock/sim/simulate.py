@@ -1,10 +1,8 @@
 """The way in."""
 
-from collections import Counter
-
 from penstock.ir import Schedule
 from penstock.passes import add_comms
-from penstock.passes.memory import check_stages
+from penstock.passes.memory import check_stages, whole_shares
 from penstock.passes.verify import check_orders
 from penstock.sim.cost import CostTable
 from penstock.sim.engine import run
@@ -39,9 +37,7 @@ def simulate(
 
 
 def _unit_costs(schedule: Schedule) -> CostTable:
-    ranks = schedule.placement.ranks
-    num_held = Counter(ranks)
-    share = [1 / num_held[rank] for rank in ranks]
+    share, _ = whole_shares(schedule)
     return CostTable(
         forward=share,
         backward_input=share,
