@@ -23,7 +23,7 @@ def trains(schedule: Schedule) -> bool:
 
 
 def uneven_costs(num_stages: int, **changes: float | Sequence[float]) -> CostTable:
-    """Different costs forevery stage and edge, all of them quarters."""
+    """Different costs for every stage and edge, all of them quarters."""
     stages, edges = range(num_stages), range(num_stages - 1)
     values: dict[str, float | Sequence[float]] = {
         "forward": [1 + stage % 3 / 4 for stage in stages],

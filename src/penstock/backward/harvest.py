@@ -14,7 +14,7 @@ engine pass of I, and W does the rest. Any other parameter is asked for in that 
 pass, and only added in W. Parameters that share a node, or a part off the input side,
 form a cluster and are treated alike, so that no gradient is lost or counted twice.
 
-This runs forevery microbatch, between two engine passes, so it is written for speed:
+This runs for every microbatch, between two engine passes, so it is written for speed:
 accumulators are never visited, and dictionaries are keyed by `id`, since hashing a tensor
 costs more than finding it.
 """

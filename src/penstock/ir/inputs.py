@@ -2,7 +2,7 @@
 
 A forward waits for an activation from the stage before, a backward for a gradient from the stage
 after: its *input*. Inputs are numbered, because all that goes through a schedule asks about them
-forevery action: (stage, microbatch) has an activation, and behind all activations a gradient.
+for every action: (stage, microbatch) has an activation, and behind all activations a gradient.
 An input that comes from another rank is a message, and the two ranks are its channel.
 """
 

@@ -40,7 +40,7 @@ class _Order:
                 self.due.append(len(self.passes))
             elif isinstance(action, Forward | BackwardInput):
                 self.passes.append(action)
-        self.last_forward = max(n for n, action in enumerate(self.passes) if _is_forward(action))
+        self.last_forward = max(n for n, a in enumerate(self.passes) if isinstance(a, Forward))
         self.next_pass = 0
         self.next_weight = 0
         self.num_inputs = 0
@@ -125,7 +125,3 @@ def _repeat(shape: Shape, rank: int, block: Block) -> list[Action]:
                 free += 1
             at[free] = BackwardWeight(action.stage, action.mb)
     return [at[unit] for unit in sorted(at)]
-
-
-def _is_forward(action: Action) -> bool:
-    return isinstance(action, Forward)

@@ -94,7 +94,7 @@ class CostTable:
         bandwidth: float = math.inf,
         overlap_saving: float = 0.0,
     ) -> "CostTable":
-        """The same costs forevery stage.
+        """The same costs for every stage.
 
         Times and memory are those of `stages_per_rank` stages together, so that placements can be
         compared: with 2, each stage costs half.
