@@ -6,7 +6,19 @@ Names load when they are first used, so `import penstock` is quick, and stays so
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from penstock.errors import BackwardError, CostError, PipelineError, ScheduleError
+from penstock.errors import (
+    AgreementError,
+    BackwardError,
+    CommError,
+    CostError,
+    DeadlineError,
+    MicrobatchError,
+    PipelineError,
+    PipeliningMetadataError,
+    PipeliningShapeError,
+    ScheduleError,
+    StageError,
+)
 
 if TYPE_CHECKING:
     from penstock import ir as ir
@@ -19,10 +31,33 @@ if TYPE_CHECKING:
     from penstock.backward import stage_backward as stage_backward
     from penstock.backward import stage_backward_input as stage_backward_input
     from penstock.backward import stage_backward_weight as stage_backward_weight
+    from penstock.comm import LocalGroup as LocalGroup
+    from penstock.comm import local_ranks as local_ranks
+    from penstock.compat import PipelineScheduleMulti as PipelineScheduleMulti
+    from penstock.compat import PipelineScheduleSingle as PipelineScheduleSingle
+    from penstock.compat import Schedule1F1B as Schedule1F1B
+    from penstock.compat import ScheduleDualPipeV as ScheduleDualPipeV
+    from penstock.compat import ScheduleGPipe as ScheduleGPipe
+    from penstock.compat import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
+    from penstock.compat import ScheduleInterleavedZeroBubble as ScheduleInterleavedZeroBubble
+    from penstock.compat import ScheduleLoopedBFS as ScheduleLoopedBFS
+    from penstock.compat import ScheduleVHalf as ScheduleVHalf
+    from penstock.compat import ScheduleVMin as ScheduleVMin
+    from penstock.compat import ScheduleZBH1 as ScheduleZBH1
+    from penstock.compat import ScheduleZBH2 as ScheduleZBH2
+    from penstock.compat import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
+    from penstock.compat import get_schedule_class as get_schedule_class
     from penstock.ir import Placement as Placement
     from penstock.ir import Schedule as Schedule
+    from penstock.microbatch import Replicate as Replicate
+    from penstock.microbatch import TensorChunkSpec as TensorChunkSpec
+    from penstock.microbatch import merge_chunks as merge_chunks
+    from penstock.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from penstock.runtime import Pipeline as Pipeline
     from penstock.sim import CostTable as CostTable
     from penstock.sim import simulate as simulate
+    from penstock.stage import PipelineStage as PipelineStage
+    from penstock.stage import build_stage as build_stage
 
 __version__ = "0.1.0"
 
@@ -31,25 +66,55 @@ __version__ = "0.1.0"
 _LAZY_NAMES = {
     "CostTable": "penstock.sim",
     "ForwardPass": "penstock.backward",
+    "LocalGroup": "penstock.comm",
     "PendingWeights": "penstock.backward",
+    "Pipeline": "penstock.runtime",
+    "PipelineScheduleMulti": "penstock.compat",
+    "PipelineScheduleSingle": "penstock.compat",
+    "PipelineStage": "penstock.stage",
     "Placement": "penstock.ir",
+    "Replicate": "penstock.microbatch",
     "Schedule": "penstock.ir",
+    "Schedule1F1B": "penstock.compat",
+    "ScheduleDualPipeV": "penstock.compat",
+    "ScheduleGPipe": "penstock.compat",
+    "ScheduleInterleaved1F1B": "penstock.compat",
+    "ScheduleInterleavedZeroBubble": "penstock.compat",
+    "ScheduleLoopedBFS": "penstock.compat",
+    "ScheduleVHalf": "penstock.compat",
+    "ScheduleVMin": "penstock.compat",
+    "ScheduleZBH1": "penstock.compat",
+    "ScheduleZBH2": "penstock.compat",
+    "ScheduleZBVZeroBubble": "penstock.compat",
     "SplitEngine": "penstock.backward",
+    "TensorChunkSpec": "penstock.microbatch",
+    "build_stage": "penstock.stage",
+    "get_schedule_class": "penstock.compat",
     "ir": "penstock",
+    "local_ranks": "penstock.comm",
+    "merge_chunks": "penstock.microbatch",
     "passes": "penstock",
     "schedules": "penstock",
     "sim": "penstock",
     "simulate": "penstock.sim",
+    "split_args_kwargs_into_chunks": "penstock.microbatch",
     "stage_backward": "penstock.backward",
     "stage_backward_input": "penstock.backward",
     "stage_backward_weight": "penstock.backward",
 }
 
 __all__ = [
+    "AgreementError",
     "BackwardError",
+    "CommError",
     "CostError",
+    "DeadlineError",
+    "MicrobatchError",
     "PipelineError",
+    "PipeliningMetadataError",
+    "PipeliningShapeError",
     "ScheduleError",
+    "StageError",
     "__version__",
     *_LAZY_NAMES,
 ]

@@ -3,9 +3,15 @@
 Each is also the built-in exception that fits, so `except RuntimeError` keeps working.
 
     PipelineError
+    ├── AgreementError   (RuntimeError)   the ranks were not given the same pipeline
     ├── BackwardError    (RuntimeError)   the split backward cannot run on what it was given
+    ├── CommError        (RuntimeError)   another rank failed, or cannot be reached
+    │   └── DeadlineError    (TimeoutError)   a message did not come in time
     ├── CostError        (ValueError)     a cost table does not fit together, or not the schedule
-    └── ScheduleError    (ValueError)     a schedule, a placement or its text is wrong
+    ├── MicrobatchError  (ValueError)     a value cannot be cut into microbatches, or joined
+    ├── PipeliningShapeError (RuntimeError) a tensor between stages is not what was expected
+    ├── ScheduleError    (ValueError)     a schedule, a placement or its text is wrong
+    └── StageError       (ValueError)     stages do not fit the schedule, the group or their inputs
 """
 
 
@@ -13,13 +19,41 @@ class PipelineError(Exception):
     """The base of every exception in Penstock; catch it to catch them all."""
 
 
+class AgreementError(PipelineError, RuntimeError):
+    """The ranks of one pipeline were given different schedules, stages or loss functions."""
+
+
 class BackwardError(PipelineError, RuntimeError):
     """The split backward cannot run on the outputs, gradients or weights it was given."""
+
+
+class CommError(PipelineError, RuntimeError):
+    """Another rank failed, or cannot be reached; the message says where it began."""
+
+
+class DeadlineError(CommError, TimeoutError):
+    """A message did not come in time; the message says who waited for what from whom."""
 
 
 class CostError(PipelineError, ValueError):
     """The costs do not fit together, or do not fit the schedule."""
 
 
+class MicrobatchError(PipelineError, ValueError):
+    """A value cannot be cut into microbatches, or what came out of them cannot be joined."""
+
+
+class PipeliningShapeError(PipelineError, RuntimeError):
+    """A tensor between stages has not the shape, the dtype or the place that was expected."""
+
+
+# The name that torch.distributed.pipelining gives it.
+PipeliningMetadataError = PipeliningShapeError
+
+
 class ScheduleError(PipelineError, ValueError):
     """A schedule, a placement or its text is wrong, or cannot be made for what was asked."""
+
+
+class StageError(PipelineError, ValueError):
+    """Stages do not fit the schedule or the group, or a step was not given what it needs."""

@@ -76,6 +76,11 @@ class Inputs:
         is_gradient, stage = divmod(edge, self._num_stages)
         return Described(is_gradient > 0, stage + 1 if is_gradient else stage - 1, stage, mb)
 
+    def answered(self, key: Input) -> Input | None:
+        """The activation that a gradient is the gradient of; None for an activation."""
+        is_gradient, maker, _, mb = self.describe(key)
+        return maker * self._num_microbatches + mb if is_gradient else None
+
     def send(self, key: Input) -> Send:
         """The action that sends an input."""
         is_gradient, maker, _, mb = self.describe(key)

@@ -1,0 +1,14 @@
+"""Channels between ranks: over torch.distributed, or within one process."""
+
+from penstock.comm.base import AbstractComm, Described, Transfer
+from penstock.comm.loopback import LocalGroup, local_ranks
+from penstock.comm.process_group import ProcessGroupComm
+
+__all__ = [
+    "AbstractComm",
+    "Described",
+    "LocalGroup",
+    "ProcessGroupComm",
+    "Transfer",
+    "local_ranks",
+]

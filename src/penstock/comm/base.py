@@ -1,0 +1,50 @@
+"""What the runtime asks of any way to reach other ranks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from penstock.ir import Rank
+
+Described: TypeAlias = Callable[[], str]
+"""Says what is waited for, if anyone has to be told; not called otherwise."""
+
+
+class Transfer(Protocol):
+    """A tensor on its way."""
+
+    def wait(self, described: Described) -> None:
+        """Return when it has arrived (a receive), or may be changed (a send); or raise."""
+
+
+class AbstractComm(ABC):
+    """One rank's ends of all channels.
+
+    There is a channel for each ordered pair of ranks. Its messages stay in order, and are
+    ordered against nothing else. Whoever sends or receives a tensor keeps it until the
+    transfer has been waited for.
+    """
+
+    rank: Rank
+    num_ranks: int
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank. All ranks must call it."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
+        """Send a contiguous tensor; does not wait."""
+
+    @abstractmethod
+    def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
+        """Post the receive of the channel's next message into `tensor`; does not wait."""
+
+    @abstractmethod
+    def fail(self, report: str) -> None:
+        """Give up: all who wait for this rank, now or later, get a CommError with the first report.
+
+        Ranks that wait for others learn it when those have given up in turn.
+        """

@@ -1,0 +1,235 @@
+"""Several ranks in one process, for tests, notebooks and debugging.
+
+Each rank is a thread, and one runs at a time: it goes on until it has to wait for another, and
+then the next one that can go on does. So a run is the same every time, and if no rank can go on
+all of them are told at once, with no deadline to wait for.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.comm.base import AbstractComm, Described, Transfer
+from penstock.errors import CommError, StageError
+from penstock.ir import Rank
+from penstock.ir.inputs import Channel
+
+Result = TypeVar("Result")
+
+
+class LocalGroup:
+    """One rank among those of `local_ranks`; give it to a stage as its `group`."""
+
+    def __init__(self, world: "_World", rank: Rank) -> None:
+        self.rank = rank
+        self.num_ranks = world.num_ranks
+        self._world = world
+
+    def __repr__(self) -> str:
+        return f"LocalGroup(rank {self.rank} of {self.num_ranks})"
+
+    def connect(self) -> AbstractComm:
+        """This rank's ends of the channels of one pipeline."""
+        return _LoopbackComm(self._world, self.rank)
+
+
+def local_ranks(num_ranks: int, main: Callable[..., Result], *args: Any) -> list[Result]:
+    """Run `main(group, *args)` once for each rank, in this process; returns what they returned.
+
+    `group.rank` and `group.num_ranks` tell the ranks apart, and `group` is what a stage takes as
+    its group. If a rank fails, so do those that wait for it, and its exception is raised here.
+
+        >>> import torch, penstock
+        >>> def main(group):
+        ...     layer = torch.nn.Linear(4, 4)
+        ...     stage = penstock.PipelineStage(
+        ...         layer, group.rank, group.num_ranks, torch.device("cpu"), group=group)
+        ...     schedule = penstock.schedules.get("1F1B")(num_ranks=2, num_microbatches=4)
+        ...     pipeline = penstock.Pipeline(stage, schedule, loss_fn=torch.nn.functional.mse_loss)
+        ...     pipeline.step(torch.randn(8, 4), target=torch.randn(8, 4))
+        ...     return layer.weight.grad.shape
+        >>> local_ranks(2, main)
+        [torch.Size([4, 4]), torch.Size([4, 4])]
+    """
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        raise StageError(f"num_ranks is {num_ranks!r}. Expected a whole number, at least 1.")
+    world = _World(num_ranks)
+    ranks = [_RankThread(world, LocalGroup(world, rank), main, args) for rank in range(num_ranks)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    failed = [thread.error for thread in ranks if thread.error is not None]
+    if failed:
+        # The others were stopped by the one that failed by itself.
+        raise next((error for error in failed if not isinstance(error, CommError)), failed[0])
+    return [thread.result for thread in ranks]
+
+
+class _RankThread(threading.Thread, Generic[Result]):
+    """Runs `main` for one rank, when it is its turn."""
+
+    result: Result
+
+    def __init__(
+        self, world: "_World", group: LocalGroup, main: Callable[..., Result], args: tuple[Any, ...]
+    ) -> None:
+        super().__init__(name=f"rank {group.rank}", daemon=True)
+        self.error: BaseException | None = None
+        self._world, self._group, self._main, self._args = world, group, main, args
+
+    def run(self) -> None:
+        rank = self._group.rank
+        self._world.begin(rank)
+        try:
+            self.result = self._main(self._group, *self._args)
+        except BaseException as error:
+            self.error = error
+            self._world.fail(rank, f"{type(error).__name__}: {error}")
+        finally:
+            self._world.end(rank)
+
+
+class _World:
+    """What the ranks share: whose turn it is, who waits for what, and the messages."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.mailboxes: defaultdict[Channel, _Mailbox] = defaultdict(_Mailbox)
+        self.gathered: defaultdict[int, dict[Rank, Any]] = defaultdict(dict)
+        self._failure: tuple[Rank, str] | None = None
+        self._turn = 0
+        self._turns = threading.Condition()
+        self._waiting: dict[Rank, tuple[Callable[[], bool], Described]] = {}
+        self._running = set(range(num_ranks))
+
+    def begin(self, rank: Rank) -> None:
+        with self._turns:
+            self._turns.wait_for(lambda: self._turn == rank)
+
+    def end(self, rank: Rank) -> None:
+        with self._turns:
+            self._running.remove(rank)
+            self._pass_on(rank)
+
+    def fail(self, rank: Rank, report: str) -> None:
+        """Only the first failure counts: the others follow from it."""
+        if self._failure is None:
+            self._failure = rank, report
+
+    def wait_until(self, rank: Rank, is_ready: Callable[[], bool], described: Described) -> None:
+        """Let other ranks run until `is_ready()`."""
+        if is_ready():
+            return
+        with self._turns:
+            self._waiting[rank] = is_ready, described
+            self._pass_on(rank)
+            self._turns.wait_for(lambda: self._turn == rank)
+            del self._waiting[rank]
+        if not is_ready():
+            assert self._failure is not None
+            culprit, report = self._failure
+            raise CommError(
+                f"rank {rank} stopped waiting for {described()}, because rank {culprit} failed: "
+                f"{report}"
+            )
+
+    def _pass_on(self, rank: Rank) -> None:
+        """Give the turn to the next rank that can go on."""
+        others = [(rank + step) % self.num_ranks for step in range(1, self.num_ranks + 1)]
+        alive = [other for other in others if other in self._running]
+        ready = [other for other in alive if self._can_go_on(other)]
+        if alive and not ready:
+            waits = "; ".join(
+                f"rank {other} waits for {described()}"
+                for other, (_, described) in sorted(self._waiting.items())
+            )
+            self.fail(rank, f"no rank can go on: {waits}")
+            ready = alive
+        if ready:
+            self._turn = ready[0]
+            self._turns.notify_all()
+
+    def _can_go_on(self, rank: Rank) -> bool:
+        if rank not in self._waiting or self._failure is not None:
+            return True
+        is_ready, _ = self._waiting[rank]
+        return is_ready()
+
+
+class _LoopbackComm(AbstractComm):
+    def __init__(self, world: _World, rank: Rank) -> None:
+        self.rank = rank
+        self.num_ranks = world.num_ranks
+        self._world = world
+        self._num_gathers = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        values = self._world.gathered[self._num_gathers]
+        self._num_gathers += 1
+        values[self.rank] = value
+        self._world.wait_until(
+            self.rank,
+            lambda: len(values) == self.num_ranks,
+            lambda: "all ranks to begin their first step",
+        )
+        return [values[rank] for rank in range(self.num_ranks)]
+
+    def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
+        self._world.mailboxes[Channel(self.rank, receiver)].put(tensor)
+        return _SENT
+
+    def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
+        posted = _Posted(self._world, self.rank, tensor)
+        self._world.mailboxes[Channel(sender, self.rank)].post(posted)
+        return posted
+
+    def fail(self, report: str) -> None:
+        self._world.fail(self.rank, report)
+
+
+class _Sent:
+    def wait(self, described: Described) -> None:
+        """The mailbox keeps the tensor, so the sender need not."""
+
+
+_SENT = _Sent()
+
+
+class _Posted:
+    """A receive; it is filled when its turn among those of its channel comes."""
+
+    def __init__(self, world: _World, rank: Rank, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self._world, self._rank = world, rank
+
+    def wait(self, described: Described) -> None:
+        self._world.wait_until(self._rank, lambda: self.tensor is None, described)
+
+
+class _Mailbox:
+    """One channel: what was sent and what is posted, each in order; one of them is empty."""
+
+    def __init__(self) -> None:
+        self._sent: deque[Tensor] = deque()
+        self._posted: deque[_Posted] = deque()
+
+    def put(self, tensor: Tensor) -> None:
+        self._sent.append(tensor)
+        self._deliver()
+
+    def post(self, posted: _Posted) -> None:
+        self._posted.append(posted)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        if self._sent and self._posted:
+            posted = self._posted.popleft()
+            assert posted.tensor is not None
+            with torch.no_grad():
+                posted.tensor.copy_(self._sent.popleft())
+            posted.tensor = None

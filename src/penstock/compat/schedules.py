@@ -1,0 +1,223 @@
+"""The schedule classes of torch.distributed.pipelining, and ours in their likeness.
+
+Each binds a generator to stages; all that runs is `Pipeline`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from penstock.errors import ScheduleError, StageError
+from penstock.runtime import Pipeline
+from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
+from penstock.runtime.step import LossFn
+from penstock.schedules import get
+from penstock.stage import PipelineStage
+
+
+class PipelineScheduleSingle(Pipeline):
+    """The base of schedules with one stage per rank."""
+
+    schedule_name: ClassVar[str]
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        on_grads_ready: Callable[[PipelineStage], None] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        if not isinstance(stage, PipelineStage):
+            raise StageError(
+                f"stage is a {type(stage).__name__}. {type(self).__name__} takes one "
+                "penstock.PipelineStage; a schedule with several per rank takes a list."
+            )
+        super().__init__(
+            stage,
+            self.schedule_name,
+            n_microbatches=n_microbatches,
+            loss_fn=loss_fn,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            on_grads_ready=on_grads_ready,
+            timeout=timeout,
+        )
+
+
+class PipelineScheduleMulti(Pipeline):
+    """The base of schedules with several stages per rank.
+
+    `backward_requires_autograd` and `defer_pp_recv` are taken so that scripts need not change:
+    a backward always needs autograd, and receives are always posted as early as is useful.
+    """
+
+    schedule_name: ClassVar[str]
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        on_grads_ready: Callable[[PipelineStage], None] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        if not backward_requires_autograd:
+            raise StageError(
+                "backward_requires_autograd is False, but every backward here needs autograd. "
+                "Leave it out; register_custom_function() can replace any action."
+            )
+        super().__init__(
+            stages,
+            self.schedule_name,
+            n_microbatches=n_microbatches,
+            loss_fn=loss_fn,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            on_grads_ready=on_grads_ready,
+            timeout=timeout,
+        )
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
+    """All forwards, then all backwards."""
+
+    schedule_name = "GPipe"
+
+
+class Schedule1F1B(PipelineScheduleSingle):
+    """One forward, one backward: as few activations as there are ranks."""
+
+    schedule_name = "1F1B"
+
+
+class ScheduleZBH1(PipelineScheduleSingle):
+    """Zero-bubble at the memory of 1F1B, with a third of its bubble."""
+
+    schedule_name = "ZB-H1"
+
+
+class ScheduleZBH2(PipelineScheduleSingle):
+    """Zero-bubble at twice the memory of 1F1B."""
+
+    schedule_name = "ZB-H2"
+
+
+class ScheduleInterleaved1F1B(PipelineScheduleMulti):
+    """1F1B with several stages per rank, round after round."""
+
+    schedule_name = "Interleaved1F1B"
+
+
+class ScheduleLoopedBFS(PipelineScheduleMulti):
+    """GPipe with several stages per rank, breadth first."""
+
+    schedule_name = "LoopedBFS"
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        on_grads_ready: Callable[[PipelineStage], None] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Takes its arguments in the order of torch's, which leaves out the first two specs."""
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            backward_requires_autograd=backward_requires_autograd,
+            defer_pp_recv=defer_pp_recv,
+            on_grads_ready=on_grads_ready,
+            timeout=timeout,
+        )
+
+
+class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
+    """Interleaved 1F1B whose weight halves fill the bubble."""
+
+    schedule_name = "InterleavedZeroBubble"
+
+
+class ScheduleZBVZeroBubble(PipelineScheduleMulti):
+    """Zero-bubble with two stages per rank in a V, at the memory of 1F1B."""
+
+    schedule_name = "ZB-V"
+
+
+class ScheduleVHalf(PipelineScheduleMulti):
+    """Two stages per rank in a V, at half of the memory of 1F1B."""
+
+    schedule_name = "V-Half"
+
+
+class ScheduleVMin(PipelineScheduleMulti):
+    """Two stages per rank in a V, at a third of the memory of 1F1B."""
+
+    schedule_name = "V-Min"
+
+
+class ScheduleDualPipeV(PipelineScheduleMulti):
+    """Two stages per rank in a V, whose forwards and backwards overlap."""
+
+    schedule_name = "DualPipeV"
+
+
+_CLASSES: tuple[type[PipelineScheduleSingle | PipelineScheduleMulti], ...] = (
+    ScheduleGPipe,
+    Schedule1F1B,
+    ScheduleZBH1,
+    ScheduleZBH2,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    ScheduleVHalf,
+    ScheduleVMin,
+    ScheduleDualPipeV,
+)
+_BASES = (PipelineScheduleSingle, PipelineScheduleMulti)
+
+
+def get_schedule_class(
+    schedule_name: str,
+) -> type[PipelineScheduleSingle | PipelineScheduleMulti]:
+    """The class of a schedule, by any of its names; case and hyphens do not matter.
+
+    >>> get_schedule_class("zbvzerobubble").__name__
+    'ScheduleZBVZeroBubble'
+    """
+    for base in _BASES:
+        if str(schedule_name).lower() == base.__name__.lower():
+            return base
+    by_name = {found.schedule_name: found for found in _CLASSES}
+    name = get(schedule_name).name
+    if name not in by_name:
+        raise ScheduleError(
+            f"The schedule {name} has no class of its own; the classes are for "
+            f"{', '.join(sorted(by_name))}. Use Pipeline(stages, {name!r}, n_microbatches=...)."
+        )
+    return by_name[name]

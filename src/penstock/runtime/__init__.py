@@ -1,0 +1,6 @@
+"""Runs schedules: one executor for all of them."""
+
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.step import ActionContext, Batch
+
+__all__ = ["ActionContext", "Batch", "Pipeline"]

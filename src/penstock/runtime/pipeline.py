@@ -1,0 +1,377 @@
+"""The pipeline: stages, a schedule, and the steps that they run."""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from penstock import schedules
+from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm
+from penstock.errors import AgreementError, CommError, StageError
+from penstock.ir import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Schedule,
+    SendActivation,
+    SendGradient,
+)
+from penstock.ir.action import COMPUTE_TYPES, compute_parts, parts
+from penstock.ir.inputs import Input
+from penstock.microbatch import merge_chunks, split_args_kwargs_into_chunks, split_target
+from penstock.runtime.messages import Form
+from penstock.runtime.program import forward_only, make_program
+from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
+from penstock.runtime.wire import Wire
+from penstock.stage import PipelineStage
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class Pipeline:
+    """Runs steps of any schedule over the stages that this rank holds.
+
+    `schedule` is a Schedule, or the name of one (see `penstock.schedules.names()`), which needs
+    `n_microbatches` too. The gradients of a step are the sum over its microbatches, or the mean
+    if `scale_grads`. Without a `loss_fn` there is no backward. `on_grads_ready(stage)` is called
+    once per step and stage, as soon as the stage's gradients are complete.
+
+    No wait lasts longer than `timeout` seconds. If any rank fails, all of them raise.
+    """
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        schedule: Schedule | str,
+        *,
+        n_microbatches: int | None = None,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        on_grads_ready: Callable[[PipelineStage], None] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        held = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        _check_stages(held)
+        self.schedule = _as_schedule(schedule, held, n_microbatches)
+        _check_fit(self.schedule, held)
+        self.stages = {stage.stage_index: stage for stage in held}
+        self._first = held[0]
+        self._specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
+        self._timeout_s = _check_timeout(timeout)
+        self._settings = Settings(
+            loss_fn, scale_grads, on_grads_ready or _ignore, custom_functions={}
+        )
+        rank = held[0].group_rank
+        self._forward_program = make_program(forward_only(self.schedule), rank)
+        self._program = make_program(self.schedule, rank, whole=self._compiled_stages())
+        self._has_backward = loss_fn is not None and self._program != self._forward_program
+        self._forms: dict[bool, dict[Input, Form]] = {True: {}, False: {}}
+        self._comm: AbstractComm | None = None
+        self._is_dynamic = False
+        self._failure = ""
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.schedule.num_microbatches
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One batch, forward and backward; returns the outputs on the rank of the last stage.
+
+        `args` are for the first stage, `kwargs` for the stages of this rank, `target` for the
+        last stage; ranks that do not hold it need not give it. All are cut into microbatches.
+        `losses` is filled with the loss of each microbatch, `loss_kwargs` go to `loss_fn` whole.
+        """
+        if self._has_backward and not torch.is_grad_enabled():
+            raise StageError(
+                "step() was called where gradients are disabled, so there would be no backward. "
+                "Call it outside of torch.no_grad(), or call eval()."
+            )
+        return self._run(
+            self._has_backward, args, kwargs, target, losses, return_outputs, loss_kwargs
+        )
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One batch, forward only and without gradients; takes and returns what `step` does."""
+        return self._run(False, args, kwargs, target, losses, return_outputs, loss_kwargs)
+
+    def step_microbatches(
+        self,
+        args: list[tuple[Any, ...]] | None = None,
+        kwargs: list[dict[str, Any]] | None = None,
+        *,
+        targets: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> list[Any] | None:
+        """As `step`, for a batch that comes already cut; the outputs are not merged either."""
+        with self._failing_together():
+            batch = Batch(
+                self._check_count("args", args, ()),
+                self._check_count("kwargs", kwargs, {}),
+                [] if targets is None else self._check_count("targets", targets, None),
+                loss_kwargs or {},
+            )
+            return self._run_batch(batch, self._has_backward, losses, return_outputs)
+
+    def register_custom_function(self, kind: type[Action], function: CustomFunction) -> None:
+        """Call `function(action, context)` in place of running each action of a kind.
+
+        `context.run(action)` runs it, or one half of an overlap; `context.stages` and
+        `context.batch` are what the step works on.
+        """
+        if kind not in COMPUTE_TYPES:
+            names = ", ".join(known.__name__ for known in COMPUTE_TYPES)
+            raise StageError(f"kind is {kind!r}. Expected one of penstock.ir's {names}.")
+        functions = {**self._settings.custom_functions, kind: function}
+        self._settings = replace(self._settings, custom_functions=functions)
+
+    def _run(
+        self,
+        has_backward: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        args_spec, kwargs_spec, merge_spec = self._specs
+        with self._failing_together():
+            args_split, kwargs_split = split_args_kwargs_into_chunks(
+                args if 0 in self.stages else (),
+                kwargs,
+                self.num_microbatches,
+                args_spec if 0 in self.stages else None,
+                kwargs_spec if kwargs else None,
+            )
+            targets: list[Any] = []
+            if target is not None and self._holds_last:
+                targets = split_target(target, self.num_microbatches)
+            batch = Batch(args_split, kwargs_split, targets, loss_kwargs or {})
+            outputs = self._run_batch(batch, has_backward, losses, return_outputs)
+            return None if outputs is None else merge_chunks(outputs, merge_spec)
+
+    def _run_batch(
+        self, batch: Batch, has_backward: bool, losses: list[Any] | None, return_outputs: bool
+    ) -> list[Any] | None:
+        assert self._comm is not None
+        program = self._program if has_backward else self._forward_program
+        forms = {} if self._is_dynamic else self._forms[has_backward]
+        keeps_outputs = return_outputs and self._holds_last
+        wire = Wire(self._comm, program, self._first.device, forms)
+        step = Step(program, self.stages, wire, batch, self._settings, has_backward, keeps_outputs)
+        try:
+            step.run_all()
+        except BaseException as error:
+            if step.current is not None:
+                error.add_note(f"in {_describe(step.current)}, on rank {program.rank}")
+            raise
+        if losses is not None:
+            losses[:] = [step.losses[mb] for mb in sorted(step.losses)]
+        return [step.outputs[mb] for mb in sorted(step.outputs)] if keeps_outputs else None
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Whatever is raised in here ends the step on all ranks."""
+        if self._failure:
+            raise CommError(
+                f"this pipeline failed in an earlier step ({self._failure}), and its ranks are no "
+                "longer in step. Make a new pipeline on all ranks."
+            )
+        try:
+            if self._comm is None:
+                self._connect()
+            yield
+        except BaseException as error:
+            notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+            self._failure = f"{type(error).__name__}: {error}{notes}"
+            if self._comm is not None:
+                self._comm.fail(self._failure)
+                self._comm = None
+            raise
+
+    def _connect(self) -> None:
+        """Open the channels, and make sure that all ranks have the same pipeline in mind."""
+        group = self._first.group
+        if isinstance(group, LocalGroup):
+            self._comm = group.connect()
+        else:
+            channels = self._program.channels() | self._forward_program.channels()
+            device = self._first.device
+            self._comm = ProcessGroupComm(group, channels, device, self._timeout_s)
+        digest = hashlib.sha256(self.schedule.to_csv().encode()).hexdigest()[:8]
+        own = {
+            "num_stages": self.schedule.num_stages,
+            "n_microbatches": self.num_microbatches,
+            "schedule": f"{self.schedule!r} with orders {digest}",
+            "loss_fn": "none" if self._settings.loss_fn is None else "given",
+        }
+        is_dynamic = any(stage.dynamic_shapes for stage in self.stages.values())
+        gathered = self._comm.gather((own, is_dynamic))
+        _check_agreement([values for values, _ in gathered])
+        self._is_dynamic = any(dynamic for _, dynamic in gathered)
+
+    @property
+    def _holds_last(self) -> bool:
+        return self.schedule.num_stages - 1 in self.stages
+
+    def _check_count(self, name: str, values: list[Any] | None, default: Any) -> list[Any]:
+        if values is None:
+            return [default] * self.num_microbatches
+        if not isinstance(values, list) or len(values) != self.num_microbatches:
+            got = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+            raise StageError(
+                f"{name} is {got}. Expected a list with one value for each of the "
+                f"{self.num_microbatches} microbatches of the schedule."
+            )
+        return values
+
+    def _compiled_stages(self) -> set[int]:
+        """The stages whose backward is to be split and cannot be; warns of them."""
+        split = {
+            part.stage
+            for order in self.schedule.orders
+            for action in order
+            for part in compute_parts(action)
+            if isinstance(part, BackwardInput)
+        }
+        compiled = {index for index, stage in self.stages.items() if stage.is_compiled} & split
+        for index in sorted(compiled):
+            warnings.warn(
+                f"stage {index} is compiled, and the backward of a compiled module cannot be split "
+                "yet: it runs full backwards, and leaves the schedule's bubbles to idle.",
+                stacklevel=4,
+            )
+        return compiled
+
+
+def _ignore(stage: PipelineStage) -> None:
+    """What happens when a stage's gradients are ready, unless the user asks for more."""
+
+
+def _describe(action: Action) -> str:
+    """An action in words: 0F3 (forward of microbatch 3 on stage 0)."""
+    words = {
+        Forward: "forward",
+        Backward: "backward",
+        BackwardInput: "input backward",
+        BackwardWeight: "weight backward",
+        SendActivation: "sending the activation",
+        SendGradient: "sending the gradient",
+    }
+    described = " and ".join(
+        f"{words[type(part)]} of microbatch {part.mb} on stage {part.stage}"
+        for part in parts(action)
+    )
+    return f"{action} ({described})"
+
+
+def _as_schedule(
+    schedule: Schedule | str, stages: list[PipelineStage], n_microbatches: int | None
+) -> Schedule:
+    if isinstance(schedule, str):
+        if n_microbatches is None:
+            raise StageError(
+                f"schedule is the name {schedule!r}, which does not say how many microbatches. "
+                "Give n_microbatches too, or a Schedule."
+            )
+        generator = schedules.get(schedule)
+        return generator(
+            num_ranks=stages[0].group_size,
+            num_microbatches=n_microbatches,
+            stages_per_rank=len(stages),
+        )
+    if not isinstance(schedule, Schedule):
+        raise StageError(
+            f"schedule is {schedule!r}. Expected a penstock.Schedule, or the name of one with "
+            "n_microbatches."
+        )
+    if n_microbatches not in (None, schedule.num_microbatches):
+        raise StageError(
+            f"n_microbatches is {n_microbatches}, but the schedule has "
+            f"{schedule.num_microbatches}. Leave it out, or make the schedule for as many."
+        )
+    schedule.verify()
+    return schedule
+
+
+def _check_timeout(timeout: float) -> float:
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        raise StageError(f"timeout is {timeout!r}. Expected seconds, more than 0.")
+    return float(timeout)
+
+
+def _check_stages(stages: list[PipelineStage]) -> None:
+    for stage in stages:
+        if not isinstance(stage, PipelineStage):
+            raise StageError(
+                f"stages holds a {type(stage).__name__}. Expected penstock.PipelineStage: import "
+                "the stage from penstock too."
+            )
+    if not stages:
+        raise StageError("stages is empty. Give the stages that this rank holds.")
+    for name in ("num_stages", "group", "device"):
+        found = {str(getattr(stage, name)) for stage in stages}
+        if len(found) > 1:
+            raise StageError(
+                f"the stages of one rank differ in {name}: {', '.join(sorted(found))}. "
+                "Give all of them the same."
+            )
+
+
+def _check_fit(schedule: Schedule, stages: list[PipelineStage]) -> None:
+    rank, num_ranks = stages[0].group_rank, stages[0].group_size
+    if num_ranks != schedule.num_ranks:
+        raise StageError(
+            f"the schedule is for {schedule.num_ranks} ranks, but the group has {num_ranks}. "
+            "Make it for as many as there are, or give the stages another group."
+        )
+    if stages[0].num_stages != schedule.num_stages:
+        raise StageError(
+            f"the schedule has {schedule.num_stages} stages, but the stages say that num_stages "
+            f"is {stages[0].num_stages}. Cut the model into {schedule.num_stages}."
+        )
+    held = sorted(stage.stage_index for stage in stages)
+    expected = list(schedule.placement.stages_of(rank))
+    if held != expected:
+        raise StageError(
+            f"rank {rank} was given stages {held}, but the schedule places {expected} there. "
+            f"Give it those: schedule.placement.stages_of({rank})."
+        )
+
+
+def _check_agreement(values: list[dict[str, Any]]) -> None:
+    for name in values[0]:
+        found = [value[name] for value in values]
+        if len(set(map(str, found))) > 1:
+            given = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(found))
+            raise AgreementError(
+                f"the ranks disagree on {name} ({given}). Expected one value on all ranks: make "
+                "the pipeline in the same way everywhere."
+            )

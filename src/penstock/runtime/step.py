@@ -1,0 +1,288 @@
+"""One batch through the schedule: all state of a step, from its first action to its last."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import StageError
+from penstock.ir import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    MicrobatchId,
+    StageId,
+)
+from penstock.ir.inputs import Input
+from penstock.runtime.program import Entry, Program, Task
+from penstock.runtime.wire import Wire
+from penstock.stage import (
+    PipelineStage,
+    StagePass,
+    WeightBackward,
+    as_arguments,
+    as_outputs,
+    do_nothing,
+)
+
+LossFn: TypeAlias = Callable[..., Any]
+Message: TypeAlias = tuple[list[Any], pytree.TreeSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step was given, by microbatch."""
+
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    targets: list[Any]
+    loss_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a pipeline runs its steps."""
+
+    loss_fn: LossFn | None
+    scale_grads: bool
+    on_grads_ready: Callable[[PipelineStage], None]
+    custom_functions: Mapping[type[Action], "CustomFunction"]
+
+
+class ActionContext(Protocol):
+    """What a custom function is given beside the action that it runs in place of."""
+
+    stages: Mapping[StageId, PipelineStage]
+    batch: Batch
+
+    def run(self, action: Action) -> None:
+        """Run an action, or one half of an overlap, as the pipeline would have."""
+
+
+CustomFunction: TypeAlias = Callable[[Any, ActionContext], None]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A microbatch on a stage, between its forward and the end of its backward."""
+
+    stage_pass: StagePass
+    inputs: list[Any]
+    """The leaves of the message that came."""
+    outputs: list[Any]
+    """The leaves of the message that went on; none on the last stage."""
+    structure: pytree.TreeSpec | None
+    outside: list[tuple[Tensor, Tensor]]
+    """Tensors of the caller's that need a gradient, each with what stood in for it."""
+    loss: Tensor | None
+
+
+@dataclass(slots=True)
+class Step:
+    """Runs a program once. Made for the step and dropped at its end."""
+
+    program: Program
+    stages: Mapping[StageId, PipelineStage]
+    wire: Wire
+    batch: Batch
+    settings: Settings
+    has_backward: bool
+    keeps_outputs: bool
+    outputs: dict[MicrobatchId, Any] = field(default_factory=dict)
+    losses: dict[MicrobatchId, Any] = field(default_factory=dict)
+    current: Action | None = None
+    """What is being run, for whoever has to say where it went wrong."""
+    _entry: Entry | None = None
+    _made: dict[Input, Message] = field(default_factory=dict)
+    _in_flight: dict[tuple[StageId, MicrobatchId], _InFlight] = field(default_factory=dict)
+    _pending: dict[tuple[StageId, MicrobatchId], WeightBackward] = field(default_factory=dict)
+    _outside_grads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def run_all(self) -> None:
+        """Run the program, from its first action to its last."""
+        custom = self.settings.custom_functions
+        for entry in self.program.entries:
+            self.current, self._entry = entry.action, entry
+            function = custom.get(type(entry.action)) if custom else None
+            if function is not None:
+                function(entry.action, self)
+                continue
+            for task in entry.tasks:
+                self._run(task)
+        self.current = None
+        self.wire.finish()
+        if self._outside_grads:
+            tensors, grads = zip(*self._outside_grads, strict=True)
+            torch.autograd.backward(tensors, grads)
+
+    def run(self, action: Action) -> None:
+        """Run the action that a custom function was called for, or one half of an overlap."""
+        assert self._entry is not None
+        tasks = [t for t in self._entry.tasks if action in (t.action, self._entry.action)]
+        if not tasks:
+            raise StageError(
+                f"a custom function was called for {self._entry.action} and asks to run {action}. "
+                "It may run that action, or one half of it if it is an overlap."
+            )
+        for task in tasks:
+            self._run(task)
+
+    def _run(self, task: Task) -> None:
+        action = task.action
+        if isinstance(action, Forward):
+            self._forward(task, self.stages[action.stage], action.mb)
+        elif isinstance(action, Backward | BackwardInput):
+            self._backward(task, self.stages[action.stage], action.mb)
+        elif isinstance(action, BackwardWeight):
+            self._backward_weight(task, self.stages[action.stage], action.mb)
+        else:
+            assert task.makes is not None  # All that is left are sends.
+            self.wire.send(task.makes, *self._made.pop(task.makes))
+
+    def _forward(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
+        inputs: list[Any] = []
+        if task.needs is None:
+            args = self.batch.args[mb]
+        else:
+            inputs, args = self._take_activation(task.needs)
+        kwargs = self.batch.kwargs[mb]
+        stage.check_inputs(mb, args)
+        if not self.has_backward:
+            outputs = stage.evaluate(args, kwargs)
+            self._hand_on(task, stage, mb, outputs)
+            return
+        outside: list[tuple[Tensor, Tensor]] = []
+        if task.needs is None:
+            args = _stand_ins(args, outside)
+        kwargs = _stand_ins(kwargs, outside)
+        stage_pass = stage.forward(args, kwargs, is_split=task.is_split)
+        loss, message = self._hand_on(task, stage, mb, stage_pass.outputs)
+        leaves, structure = message if message is not None else ([], None)
+        self._in_flight[stage.stage_index, mb] = _InFlight(
+            stage_pass, inputs, leaves, structure, outside, loss
+        )
+
+    def _hand_on(
+        self, task: Task, stage: PipelineStage, mb: MicrobatchId, outputs: Any
+    ) -> tuple[Tensor | None, Message | None]:
+        """Put a forward's outputs where they are needed: the next stage, the loss, the caller."""
+        stage.check_outputs(mb, outputs)
+        if task.makes is not None:
+            message = pytree.tree_flatten(as_arguments(outputs))
+            self._made[task.makes] = message
+            return None, message
+        loss = None
+        if self.settings.loss_fn is not None:
+            loss = self._compute_loss(mb, outputs)
+        if self.keeps_outputs:
+            self.outputs[mb] = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
+        return loss, None
+
+    def _compute_loss(self, mb: MicrobatchId, outputs: Any) -> Tensor | None:
+        assert self.settings.loss_fn is not None
+        with torch.set_grad_enabled(self.has_backward):
+            target = self.batch.targets[mb] if self.batch.targets else None
+            loss = self.settings.loss_fn(outputs, target, **self.batch.loss_kwargs)
+        self.losses[mb] = loss.detach() if isinstance(loss, Tensor) else loss
+        if not self.has_backward:
+            return None
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+            raise StageError(
+                f"loss_fn returned a loss {got} for microbatch {mb}. Expected a tensor with one "
+                "value: let it return the mean, or the sum with scale_grads=False."
+            )
+        return loss / len(self.batch.args) if self.settings.scale_grads else loss
+
+    def _take_activation(self, key: Input) -> tuple[list[Any], tuple[Any, ...]]:
+        """The leaves that a forward differentiates by, and its arguments made of them."""
+        if self.program.inputs.is_message(key):
+            form, tensors = self.wire.receive(key)
+            for tensor, like in zip(tensors, form.tensors, strict=True):
+                tensor.requires_grad_(like.requires_grad)
+            return list(tensors), form.as_arguments(tensors)
+        leaves, structure = self._made.pop(key)
+        own = [
+            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        return own, pytree.tree_unflatten(own, structure)
+
+    def _backward(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
+        flight = self._in_flight.pop((stage.stage_index, mb))
+        if task.completes_grads:
+            stage.expect_last_grads()
+        grads, pending = self._differentiate(task, flight)
+        found = {id(x): g for x, g in zip(flight.stage_pass.inputs, grads, strict=True)}
+        for tensor, stand_in in flight.outside:
+            if (grad := found.get(id(stand_in))) is not None:
+                self._outside_grads.append((tensor, grad))
+        if task.makes is not None:
+            message = [found.get(id(x)) for x in flight.inputs if _needs_grad(x)]
+            self._made[task.makes] = message, pytree.tree_structure(message)
+        if isinstance(task.action, Backward):
+            pending()
+        else:
+            self._pending[stage.stage_index, mb] = pending
+        if task.completes_grads:
+            self.settings.on_grads_ready(stage)
+
+    def _differentiate(
+        self, task: Task, flight: _InFlight
+    ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
+        """The gradients of a microbatch's inputs, and what its weight backward has to run."""
+        outputs = flight.stage_pass.outputs
+        if flight.loss is not None:
+            if flight.loss.requires_grad:
+                return flight.stage_pass.backward(None, flight.loss)
+        else:
+            assert task.needs is not None
+            assert flight.structure is not None
+            arriving = iter(self._take_gradient(task.needs))
+            grads = [next(arriving) if _needs_grad(leaf) else None for leaf in flight.outputs]
+            if any(grad is not None for grad in grads):
+                arguments = pytree.tree_unflatten(grads, flight.structure)
+                return flight.stage_pass.backward(as_outputs(arguments, outputs), None)
+        return (None,) * len(flight.stage_pass.inputs), do_nothing
+
+    def _take_gradient(self, key: Input) -> list[Tensor | None]:
+        """The gradients of those outputs that need one, in order; None if nobody used it."""
+        if not self.program.inputs.is_message(key):
+            leaves, _ = self._made.pop(key)
+            return leaves
+        form, tensors = self.wire.receive(key)
+        arriving = iter(tensors)
+        return [None if leaf is None else next(arriving) for leaf in form.leaves]
+
+    def _backward_weight(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
+        pending = self._pending.pop((stage.stage_index, mb))
+        if task.completes_grads:
+            stage.expect_last_grads()
+        pending()
+        if task.completes_grads:
+            self.settings.on_grads_ready(stage)
+
+
+def _needs_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _stand_ins(value: Any, outside: list[tuple[Tensor, Tensor]]) -> Any:
+    """The value with leaves of our own for the caller's tensors that need a gradient.
+
+    The caller's graph behind them is gone through once, at the end of the step.
+    """
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        own = tensor.detach().requires_grad_()
+        outside.append((tensor, own))
+        return own
+
+    return pytree.tree_map_only(Tensor, stand_in, value) if value else value

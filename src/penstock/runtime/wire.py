@@ -1,0 +1,176 @@
+"""One step's messages: receives are posted early, and sends are waited for late."""
+
+import pickle
+from collections import deque
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.comm import AbstractComm, Transfer
+from penstock.errors import StageError
+from penstock.ir import Rank
+from penstock.ir.inputs import Input
+from penstock.runtime.messages import Form
+from penstock.runtime.program import Program
+
+# How many messages of a channel a rank has buffers for before it needs them: one may come while
+# it computes, and the one after it while that one is waited for.
+_POSTED_AHEAD = 2
+
+
+class Wire:
+    """The messages of one step. `forms` holds the forms that both ends know; it is added to."""
+
+    def __init__(
+        self,
+        comm: AbstractComm,
+        program: Program,
+        device: torch.device,
+        forms: dict[Input, Form],
+    ) -> None:
+        self._comm = comm
+        self._program = program
+        self._inputs = program.inputs
+        self._device = device
+        self._forms = forms
+        self._inboxes = {sender: _Inbox(keys) for sender, keys in program.arriving.items()}
+        self._outboxes: dict[Rank, _Outbox] = {}
+        for sender, inbox in self._inboxes.items():
+            self._post_ahead(sender, inbox)
+
+    def send(self, key: Input, leaves: list[Any], structure: pytree.TreeSpec) -> None:
+        """Send a message; raises before anything is sent if it is not as in the first step."""
+        receiver = self._inputs.channel(key).receiver
+        outbox = self._outboxes.setdefault(receiver, _Outbox())
+        outbox.num_sent += 1
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = Form.of(leaves, structure)
+            if not self._is_void(key):
+                self._send_form(key, form, outbox, receiver)
+        else:
+            if self._inputs.answered(key) is not None:
+                leaves = form.filled(leaves, self._device)
+            form.check(self._place(key), leaves, structure)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self._send_tensor(key, leaf.detach().contiguous(), outbox, receiver)
+
+    def receive(self, key: Input) -> tuple[Form, list[Tensor]]:
+        """Wait for a message; returns its form and its tensors."""
+        sender = self._inputs.channel(key).sender
+        inbox = self._inboxes[sender]
+        while key not in inbox.posted:
+            self._post_next(sender, inbox)
+        form, tensors, transfers = inbox.posted.pop(key)
+        for transfer in transfers:
+            transfer.wait(partial(self._describe_receive, key))
+        self._post_ahead(sender, inbox)
+        self._release(*self._program.received_before[key])
+        return form, tensors
+
+    def finish(self) -> None:
+        """Wait until all that was sent may be changed."""
+        for receiver, outbox in self._outboxes.items():
+            self._release(receiver, outbox.num_sent)
+
+    def _release(self, receiver: Rank, num_received: int) -> None:
+        """Let go of messages that have been received."""
+        outbox = self._outboxes.get(receiver)
+        while outbox and outbox.sent and outbox.sent[0][0] <= num_received:
+            _, key, _, transfer = outbox.sent.popleft()
+            transfer.wait(partial(self._describe_send, key))
+
+    def _send_form(self, key: Input, form: Form, outbox: "_Outbox", receiver: Rank) -> None:
+        try:
+            pickled = bytearray(pickle.dumps(form.as_tree()))
+        except Exception as exc:
+            raise StageError(
+                f"{self._place(key)} cannot be sent to rank {receiver}: {exc}. Expected tensors, "
+                "and values that can be pickled. Let the stage return only what the next one needs."
+            ) from exc
+        body = torch.frombuffer(pickled, dtype=torch.uint8).to(self._device)
+        size = torch.tensor([len(pickled)], device=self._device)
+        self._send_tensor(key, size, outbox, receiver)
+        self._send_tensor(key, body, outbox, receiver)
+
+    def _send_tensor(self, key: Input, tensor: Tensor, outbox: "_Outbox", receiver: Rank) -> None:
+        transfer = self._comm.send(tensor, receiver)
+        outbox.sent.append((outbox.num_sent, key, tensor, transfer))
+
+    def _post_ahead(self, sender: Rank, inbox: "_Inbox") -> None:
+        while (
+            inbox.num_posted < len(inbox.keys)
+            and len(inbox.posted) < _POSTED_AHEAD
+            and inbox.keys[inbox.num_posted] in self._forms
+        ):
+            self._post_next(sender, inbox)
+
+    def _post_next(self, sender: Rank, inbox: "_Inbox") -> None:
+        """Post the channel's next message, once its form is known."""
+        key = inbox.keys[inbox.num_posted]
+        inbox.num_posted += 1
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = self._receive_form(key, sender)
+        tensors = [tensor.empty(self._device) for tensor in form.tensors]
+        transfers = [self._comm.recv(tensor, sender) for tensor in tensors]
+        inbox.posted[key] = form, tensors, transfers
+
+    def _receive_form(self, key: Input, sender: Rank) -> Form:
+        if self._is_void(key):
+            return Form.of_tree([])
+        size = torch.empty(1, dtype=torch.int64, device=self._device)
+        described = partial(self._describe_receive, key)
+        self._comm.recv(size, sender).wait(described)
+        body = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
+        self._comm.recv(body, sender).wait(described)
+        return Form.of_tree(pickle.loads(bytes(body.tolist())))
+
+    def _is_void(self, key: Input) -> bool:
+        """Whether nothing is ever sent: it is a gradient, of an activation that needs none."""
+        activation = self._inputs.answered(key)
+        if activation is None:
+            return False
+        return not any(tensor.requires_grad for tensor in self._forms[activation].tensors)
+
+    def _place(self, key: Input) -> str:
+        is_gradient, maker, _, mb = self._inputs.describe(key)
+        return f"stage {maker}, microbatch {mb}: {'input gradient' if is_gradient else 'output'}"
+
+    def _describe_receive(self, key: Input) -> str:
+        is_gradient, maker, stage, mb = self._inputs.describe(key)
+        what = "gradient" if is_gradient else "activation"
+        sender = self._inputs.channel(key).sender
+        return (
+            f"the {what} of microbatch {mb} for stage {stage} from stage {maker} on rank {sender}"
+        )
+
+    def _describe_send(self, key: Input) -> str:
+        is_gradient, maker, stage, mb = self._inputs.describe(key)
+        what = "gradient" if is_gradient else "activation"
+        receiver = self._inputs.channel(key).receiver
+        return (
+            f"stage {stage} on rank {receiver} to take the {what} of microbatch {mb} "
+            f"from stage {maker}"
+        )
+
+
+class _Inbox:
+    """What comes from one rank: all of it in order, and what is posted."""
+
+    def __init__(self, keys: tuple[Input, ...]) -> None:
+        self.keys = keys
+        self.num_posted = 0
+        self.posted: dict[Input, tuple[Form, list[Tensor], list[Transfer]]] = {}
+
+
+class _Outbox:
+    """What goes to one rank: how many messages, and the tensors that are on their way."""
+
+    def __init__(self) -> None:
+        self.num_sent = 0
+        self.sent: deque[tuple[int, Input, Tensor, Transfer]] = deque()

@@ -1,0 +1,253 @@
+"""A piece of the model, and how one microbatch goes forward and backward through it."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.backward import ForwardPass, SplitEngine, stage_backward
+from penstock.backward.structure import describe, tensors_in
+from penstock.comm import LocalGroup
+from penstock.errors import PipeliningShapeError, StageError
+from penstock.ir import MicrobatchId, StageId
+
+Group: TypeAlias = dist.ProcessGroup | LocalGroup | None
+Examples: TypeAlias = Tensor | Sequence[Tensor] | None
+WeightBackward: TypeAlias = Callable[[], None]
+
+
+class PipelineStage:
+    """One stage: a module, its place in the pipeline, and the ranks that it talks to.
+
+    Shapes and dtypes between stages are learned in the first step. `input_args` and `output_args`
+    are examples of one microbatch's tensors; if they are given, every microbatch must be like
+    them. With `dynamic_shapes` every microbatch may differ, which costs two small messages each.
+
+    `dw_builder` is for a module that computes its weight gradients by itself: it is called after
+    each backward of the stage and returns what the weight backward has to run.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: StageId,
+        num_stages: int,
+        device: torch.device | str,
+        input_args: Examples = None,
+        output_args: Examples = None,
+        output_grads: Tensor | Sequence[Tensor | None] | None = None,
+        input_grads: Tensor | Sequence[Tensor | None] | None = None,
+        group: Group = None,
+        dw_builder: Callable[[], WeightBackward] | None = None,
+        *,
+        dynamic_shapes: bool = False,
+    ) -> None:
+        _check_place(stage_index, num_stages)
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
+        self.group = group
+        self.group_rank, self.group_size = _place_in(group)
+        self.dw_builder = dw_builder
+        self.dynamic_shapes = dynamic_shapes
+        self._input_args = _as_examples("input_args", input_args, input_grads)
+        self._output_args = _as_examples("output_args", output_args, output_grads)
+        self._engine: SplitEngine | None = None
+        self._ddp = submodule if isinstance(submodule, DistributedDataParallel) else None
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    def __repr__(self) -> str:
+        return f"PipelineStage({self.stage_index} of {self.num_stages}, {self.device})"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of the module is compiled, so that its backward cannot be split."""
+        return any(
+            hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+            for module in self.submod.modules()
+        )
+
+    def check_inputs(self, mb: MicrobatchId, args: tuple[Any, ...]) -> None:
+        """Raises if the arguments are not like the `input_args` that were given."""
+        if self._input_args is not None:
+            _check_like(self._input_args, args, f"stage {self.stage_index}, microbatch {mb}: input")
+
+    def check_outputs(self, mb: MicrobatchId, outputs: Any) -> None:
+        """Raises if the outputs are not like the `output_args` that were given."""
+        if self._output_args is not None:
+            place = f"stage {self.stage_index}, microbatch {mb}: output"
+            _check_like(self._output_args, outputs, place)
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward without a backward."""
+        with torch.no_grad():
+            return self.submod(*args, **kwargs)
+
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_split: bool
+    ) -> "StagePass":
+        """A forward whose backward follows: in two halves if `is_split`."""
+        with nullcontext() if self._ddp is None else self._ddp.no_sync():
+            if not is_split:
+                return _WholePass(self, self.submod(*args, **kwargs), tensors_in((args, kwargs)))
+            if self._engine is None:
+                self._engine = SplitEngine(self.submod)
+            return _SplitPass(self._engine.forward(*args, **kwargs))
+
+    def expect_last_grads(self) -> None:
+        """Let a data-parallel wrapper reduce gradients in the backward that comes next."""
+        if self._ddp is not None:
+            self._ddp.reducer.prepare_for_backward([])
+
+
+class _WholePass:
+    """A microbatch between its forward and its backward, in plain autograd."""
+
+    def __init__(self, stage: PipelineStage, outputs: Any, inputs: list[Tensor]) -> None:
+        self.outputs = outputs
+        self.inputs = inputs
+        self._dw_builder = stage.dw_builder
+
+    def backward(
+        self, output_grads: Any, loss: Tensor | None
+    ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
+        """The gradients of `inputs`, and what the weight backward has to run."""
+        roots = self.outputs if loss is None else loss
+        with _without_autocast(roots):
+            grads = stage_backward(roots, output_grads, self.inputs)
+        return grads, do_nothing if self._dw_builder is None else self._dw_builder()
+
+
+class _SplitPass:
+    """A microbatch between its forward and its input backward, by the engine."""
+
+    def __init__(self, forward: ForwardPass) -> None:
+        self.outputs = forward.outputs
+        self.inputs = forward.inputs
+        self._forward = forward
+
+    def backward(
+        self, output_grads: Any, loss: Tensor | None
+    ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
+        """The gradients of `inputs`, and what the weight backward has to run."""
+        with _without_autocast(self.outputs):
+            grads, pending = self._forward.backward_input(output_grads, loss=loss)
+        return grads, pending.run
+
+
+StagePass: TypeAlias = _WholePass | _SplitPass
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: StageId,
+    num_stages: int,
+    device: torch.device | str,
+    group: Group = None,
+) -> PipelineStage:
+    """A stage of a module that was cut out of a model."""
+    return PipelineStage(stage_module.to(device), stage_index, num_stages, device, group=group)
+
+
+def as_arguments(outputs: Any) -> tuple[Any, ...]:
+    """What the next stage is called with: a tuple or list is spread over its arguments."""
+    return tuple(outputs) if type(outputs) in (tuple, list) else (outputs,)
+
+
+def as_outputs(arguments: tuple[Any, ...], like: Any) -> Any:
+    """The other way: what mirrors the next stage's arguments, as it mirrors the outputs."""
+    return arguments if type(like) in (tuple, list) else arguments[0]
+
+
+def do_nothing() -> None:
+    """The weight backward of a stage whose backward ran in one piece."""
+
+
+def _without_autocast(value: Any) -> AbstractContextManager[Any]:
+    """Autocast is for forwards; a backward runs in the types that its forward chose."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return nullcontext()
+    return torch.autocast(tensors_in(value)[0].device.type, enabled=False)
+
+
+def _place_in(group: Group) -> tuple[int, int]:
+    """The rank in the group, and the number of its ranks."""
+    if isinstance(group, LocalGroup):
+        return group.rank, group.num_ranks
+    if not (dist.is_available() and dist.is_initialized()):
+        raise StageError(
+            "The stage has no group, and torch.distributed is not initialised. Call "
+            "torch.distributed.init_process_group() first, or run the ranks in this process "
+            "with penstock.local_ranks() and give the stage its group."
+        )
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _check_place(stage_index: StageId, num_stages: int) -> None:
+    for name, value in (("stage_index", stage_index), ("num_stages", num_stages)):
+        if not isinstance(value, int):
+            raise StageError(f"{name} is {value!r}. Expected a whole number.")
+    if not 0 <= stage_index < num_stages:
+        raise StageError(
+            f"stage_index is {stage_index}, but num_stages is {num_stages}. "
+            f"Stages are numbered from 0 to num_stages - 1."
+        )
+
+
+def _as_examples(name: str, args: Examples, grads: Any) -> tuple[Tensor, ...] | None:
+    """The examples as a tuple, checked against those of their gradients."""
+    if args is None:
+        return None
+    examples = (args,) if isinstance(args, Tensor) else tuple(args)
+    for example in examples:
+        if not isinstance(example, Tensor):
+            raise StageError(
+                f"{name} holds a {type(example).__name__}. "
+                "Expected tensors like those of one microbatch; they may be on the meta device."
+            )
+    found = (grads,) if isinstance(grads, Tensor) else tuple(grads or ())
+    for number, (example, grad) in enumerate(zip(examples, found, strict=False)):
+        if grad is not None and (grad.shape, grad.dtype) != (example.shape, example.dtype):
+            raise StageError(
+                f"{name}[{number}] is {describe(example)}, but its gradient is {describe(grad)}. "
+                "A gradient has the shape and dtype of its tensor."
+            )
+    return examples
+
+
+def _check_like(examples: tuple[Tensor, ...], values: Any, place: str) -> None:
+    found = tensors_in(values)
+    if len(found) != len(examples):
+        raise PipeliningShapeError(
+            f"{place}: number mismatch: expected {len(examples)} tensors, got {len(found)}. "
+            "Give the stage examples of all its tensors, or none."
+        )
+    for number, (example, tensor) in enumerate(zip(examples, found, strict=True)):
+        check_tensor(f"{place} {number}", example, tensor)
+
+
+def check_tensor(place: str, expected: Any, tensor: Tensor) -> None:
+    """Raises if a tensor has not the expected shape and dtype; says where."""
+    if tensor.shape != expected.shape:
+        raise PipeliningShapeError(
+            f"{place}: shape mismatch: expected {tuple(expected.shape)}, "
+            f"got {tuple(tensor.shape)}. Give all steps batches of one size, or make the stages "
+            "with dynamic_shapes=True."
+        )
+    if tensor.dtype != expected.dtype:
+        raise PipeliningShapeError(
+            f"{place}: dtype mismatch: expected {expected.dtype}, got {tensor.dtype}. "
+            "Convert it in the stage, or make the stages with dynamic_shapes=True."
+        )
