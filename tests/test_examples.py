@@ -7,9 +7,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# The others are run by tests/dist/test_examples_on_ranks.py.
+IN_ONE_PROCESS = [example for example in EXAMPLES if "torchrun" not in example.read_text()]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", IN_ONE_PROCESS, ids=lambda path: path.stem)
 def test_example_prints_its_golden_output(
     example: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

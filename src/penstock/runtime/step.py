@@ -19,6 +19,7 @@ from penstock.ir import (
     StageId,
 )
 from penstock.ir.inputs import Input
+from penstock.runtime.messages import flatten, unflatten
 from penstock.runtime.program import Entry, Program, Task
 from penstock.runtime.wire import Wire
 from penstock.stage import (
@@ -159,7 +160,8 @@ class Step:
         outside: list[tuple[Tensor, Tensor]] = []
         if task.needs is None:
             args = _stand_ins(args, outside)
-        kwargs = _stand_ins(kwargs, outside)
+        if kwargs:
+            kwargs = _stand_ins(kwargs, outside)
         stage_pass = stage.forward(args, kwargs, is_split=task.is_split)
         loss, message = self._hand_on(task, stage, mb, stage_pass.outputs)
         leaves, structure = message if message is not None else ([], None)
@@ -173,7 +175,7 @@ class Step:
         """Put a forward's outputs where they are needed: the next stage, the loss, the caller."""
         stage.check_outputs(mb, outputs)
         if task.makes is not None:
-            message = pytree.tree_flatten(as_arguments(outputs))
+            message = flatten(as_arguments(outputs))
             self._made[task.makes] = message
             return None, message
         loss = None
@@ -211,7 +213,7 @@ class Step:
             leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
-        return own, pytree.tree_unflatten(own, structure)
+        return own, unflatten(own, structure)
 
     def _backward(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
         flight = self._in_flight.pop((stage.stage_index, mb))
@@ -223,8 +225,8 @@ class Step:
             if (grad := found.get(id(stand_in))) is not None:
                 self._outside_grads.append((tensor, grad))
         if task.makes is not None:
-            message = [found.get(id(x)) for x in flight.inputs if _needs_grad(x)]
-            self._made[task.makes] = message, pytree.tree_structure(message)
+            needed = (found.get(id(x)) for x in flight.inputs if _needs_grad(x))
+            self._made[task.makes] = flatten(tuple(needed))
         if isinstance(task.action, Backward):
             pending()
         else:
@@ -246,7 +248,7 @@ class Step:
             arriving = iter(self._take_gradient(task.needs))
             grads = [next(arriving) if _needs_grad(leaf) else None for leaf in flight.outputs]
             if any(grad is not None for grad in grads):
-                arguments = pytree.tree_unflatten(grads, flight.structure)
+                arguments = unflatten(grads, flight.structure)
                 return flight.stage_pass.backward(as_outputs(arguments, outputs), None)
         return (None,) * len(flight.stage_pass.inputs), do_nothing
 
@@ -278,11 +280,11 @@ def _stand_ins(value: Any, outside: list[tuple[Tensor, Tensor]]) -> Any:
     The caller's graph behind them is gone through once, at the end of the step.
     """
 
-    def stand_in(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        own = tensor.detach().requires_grad_()
-        outside.append((tensor, own))
-        return own
-
-    return pytree.tree_map_only(Tensor, stand_in, value) if value else value
+    leaves, structure = flatten(value) if isinstance(value, tuple) else pytree.tree_flatten(value)
+    if not any(map(_needs_grad, leaves)):
+        return value
+    for number, leaf in enumerate(leaves):
+        if _needs_grad(leaf):
+            leaves[number] = leaf.detach().requires_grad_()
+            outside.append((leaf, leaves[number]))
+    return pytree.tree_unflatten(leaves, structure)

@@ -122,7 +122,7 @@ class Wire:
 
     def _receive_form(self, key: Input, sender: Rank) -> Form:
         if self._is_void(key):
-            return Form.of_tree([])
+            return Form.of_tree(())
         size = torch.empty(1, dtype=torch.int64, device=self._device)
         described = partial(self._describe_receive, key)
         self._comm.recv(size, sender).wait(described)

@@ -1,0 +1,49 @@
+"""The examples that need several processes, each run by torch's own launcher."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GOLDEN = Path(__file__).parents[1] / "golden"
+TIMEOUT_S = 120
+
+
+def launch(script: Path) -> str:
+    """What the script prints on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert 0 == done.returncode, done.stderr
+    return done.stdout
+
+
+def test_script_for_torch_runs_on_penstock_by_changing_one_import(tmp_path: Path) -> None:
+    ours = (EXAMPLES / "drop_in.py").read_text()
+    torchs, changes = re.subn(
+        "^from penstock import", "from torch.distributed.pipelining import", ours, flags=re.M
+    )
+    assert 1 == changes
+    assert "penstock" not in re.sub(r'""".*?"""', "", torchs, flags=re.S).lower()
+    (tmp_path / "torchs.py").write_text(torchs)
+    printed = launch(EXAMPLES / "drop_in.py")
+    assert (GOLDEN / "example_drop_in.txt").read_text() == printed
+    assert launch(tmp_path / "torchs.py") == printed
+
+
+def test_training_on_two_ranks_lowers_the_loss() -> None:
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", launch(EXAMPLES / "train.py"))]
+    # 128 characters: guessing costs log(128) = 4.85, and the most common ones are soon learned.
+    assert 4.6 < losses[0] < 5.2
+    assert losses[-1] < 2.7
