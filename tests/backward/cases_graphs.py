@@ -343,6 +343,31 @@ SHARING = [
         raw(lambda s, x: x + s.a, a=(3, 4)),
         given((3, 4)),
     ),
+    Case(
+        "computed parameter added, broadcast and scaled",
+        raw(lambda s, x: torch.add(x.exp(), s.a.sin(), alpha=3), a=(4,)),
+        given((3, 4)),
+    ),
+    Case(
+        "computed parameter to which an input is added and scaled",
+        raw(lambda s, x: torch.add(s.a.sin(), x.exp(), alpha=3), a=(3, 1)),
+        given((3, 4)),
+    ),
+    Case(
+        "two computed parameters added, one of them used again by a product",
+        raw(lambda s, x: (x @ s.b.sin() + s.a.cos()) + s.b.sin(), a=(4,), b=(4, 4)),
+        given((4, 4)),
+    ),
+    Case(
+        "computed parameter of another type added",
+        raw(lambda s, x: x.double() + s.a.sin(), a=(3, 4)),
+        given((3, 4)),
+    ),
+    Case(
+        "tensor hook on a computed parameter that is added",
+        raw(lambda s, x: x + hooked(torch.sin, s.a), a=(3, 4)),
+        given((3, 4)),
+    ),
     Case("one layer held by two modules", halves_of_one_layer, given((5, 4))),
     Case(
         "layer called with a keyword",

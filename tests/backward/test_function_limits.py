@@ -1,9 +1,13 @@
 """Edges of the functions' contract: what counts as a loss, retries, groups written to in part."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from backward.case import Raw
+from backward.mechanisms import MECHANISMS
 from penstock.backward import (
     ParamGroup,
     stage_backward,
@@ -144,3 +148,33 @@ def test_sparse_gradient_that_shares_memory_with_a_dense_one_stays_right() -> No
     stage_backward_weight(params, groups)
     assert model.embedding.weight.grad is not None
     torch.testing.assert_close(model.embedding.weight.grad.to_dense(), expected)
+
+
+class _Costly(torch.autograd.Function):
+    """An identity that tells when its backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, log: list[str]) -> torch.Tensor:
+        ctx.log = log
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.log.append("ran")
+        return grad, None
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_backward_of_a_computed_parameter_that_is_added_waits_for_the_weight_half(
+    mechanism: Any,
+) -> None:
+    """It ran in I, so a stage whose weights join its activation by adding had no W to put off."""
+    log: list[str] = []
+    stage = Raw(lambda self, x: x.sin() + _Costly.apply(self.w, log), w=torch.randn(4))
+    run = mechanism(stage)
+    for _ in range(2):
+        _, weight_half = run((torch.randn(3, 4, requires_grad=True),), {}).backward_input(None)
+        assert [] == log
+        weight_half()
+        assert ["ran"] == log
+        log.clear()

@@ -128,7 +128,23 @@ class ConvolutionSource:
         return convolution_bias(grad, _shape(use.target))
 
 
-Source: TypeAlias = Passage | MatrixSource | ConvolutionSource
+class AdditionSource:
+    """A node of `first + alpha * second`, one of them computed from parameters alone."""
+
+    __slots__ = ("_alpha", "_uses")
+    saved: Sequence[Tensor] = ()
+
+    def __init__(self, uses: Sequence[Use], alpha: float) -> None:
+        self._uses = uses
+        self._alpha = alpha
+
+    def add_work(self, grad: Tensor, work: Work) -> None:
+        for use in self._uses:
+            scale = self._alpha if use.edge == 1 else 1
+            work.add(use.target, SumTo(grad, _shape(use.target), scale))
+
+
+Source: TypeAlias = Passage | MatrixSource | ConvolutionSource | AdditionSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +175,8 @@ def source_of(node: Node, uses: Sequence[Use]) -> Source | None:
         return _matrix_source(node, uses, _MATRIX_NODES[kind])
     if kind == "ConvolutionBackward0":
         return _convolution_source(node, uses)
+    if kind == "AddBackward0":
+        return _addition_source(node, uses)
     return None
 
 
@@ -197,6 +215,19 @@ def _convolution_source(node: Any, uses: Sequence[Use]) -> Source | None:
         node._saved_groups,
     )
     return ConvolutionSource(uses, x, weight, geometry)
+
+
+def _addition_source(node: Any, uses: Sequence[Use]) -> Source | None:
+    """Only where more than the sum is put off: a parameter's own sum is not worth keeping for."""
+    (result,) = node._input_metadata
+    if result.dtype.is_complex or type(node._saved_alpha) is complex:
+        return None
+    for use in uses:
+        if not isinstance(use.target, GradientEdge):
+            return None
+        if use.target.node._input_metadata[use.target.output_nr].dtype != result.dtype:
+            return None
+    return AdditionSource(uses, node._saved_alpha)
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
