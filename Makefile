@@ -11,9 +11,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
 
-demo: $(READY) ## Compare the schedules, and the split backward with torch's on small sizes
+demo: $(READY) ## Train a small model on two processes with a zero-bubble schedule, and compare schedules
+	@echo "Two processes, schedule ZB-V:"
+	@$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train.py
 	@$(BIN)/python examples/compare_schedules.py
-	@$(BIN)/python benchmarks/split_backward/main.py --sizes S,M --quick
 
 test: check ## Run check, then the tests that start several processes
 	$(BIN)/pytest -m dist
@@ -27,6 +28,8 @@ check: $(READY) ## Check format, lint and types; run the tests that need one pro
 bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/split_backward/main.py
 	$(BIN)/python benchmarks/simulate/main.py
+	$(BIN)/python benchmarks/timed_stages/main.py
+	$(BIN)/python benchmarks/two_ranks/main.py
 
 fuzz: $(READY) ## Run the tests that draw random examples, on many more of them
 	PENSTOCK_FUZZ=1 $(BIN)/pytest -m fuzz

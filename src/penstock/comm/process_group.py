@@ -163,7 +163,11 @@ class _WorkTransfer:
     def wait(self, described: Described) -> None:
         began_s = time.monotonic()
         try:
-            self._work.wait(self._comm._timeout)
+            if self._comm._gloo is not None:
+                self._work.wait(self._comm._timeout)
+            else:
+                # The stream waits; with a timeout the host would. NCCL keeps the deadline.
+                self._work.wait()
         except RuntimeError as exc:
             waited_s = time.monotonic() - began_s
             raise self._comm._explain(exc, described(), waited_s) from exc
