@@ -1,13 +1,14 @@
 """A piece of the model, and how one microbatch goes forward and backward through it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from penstock.backward import ForwardPass, SplitEngine, stage_backward
 from penstock.backward.structure import describe, tensors_in
@@ -100,11 +101,11 @@ class PipelineStage:
     ) -> "StagePass":
         """A forward whose backward follows: in two halves if `is_split`."""
         with nullcontext() if self._ddp is None else self._ddp.no_sync():
-            if not is_split:
+            if not is_split or self.dw_builder is not None:
                 return _WholePass(self, self.submod(*args, **kwargs), tensors_in((args, kwargs)))
             if self._engine is None:
                 self._engine = SplitEngine(self.submod)
-            return _SplitPass(self._engine.forward(*args, **kwargs))
+            return _SplitPass(self, self._engine.forward(*args, **kwargs))
 
     def expect_last_grads(self) -> None:
         """Let a data-parallel wrapper reduce gradients in the backward that comes next."""
@@ -125,25 +126,34 @@ class _WholePass:
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
         """The gradients of `inputs`, and what the weight backward has to run."""
         roots = self.outputs if loss is None else loss
-        with _without_autocast(roots):
-            grads = stage_backward(roots, output_grads, self.inputs)
+        grads = stage_backward(roots, output_grads, self.inputs)
         return grads, do_nothing if self._dw_builder is None else self._dw_builder()
 
 
 class _SplitPass:
-    """A microbatch between its forward and its input backward, by the engine."""
+    """A microbatch between its forward and its input backward, by the engine.
 
-    def __init__(self, forward: ForwardPass) -> None:
+    The loss is computed from stand-ins for the last stage's outputs: its own graph, with the
+    parameters it may have, is plain autograd's, and ends where the engine's begins.
+    """
+
+    def __init__(self, stage: PipelineStage, forward: ForwardPass) -> None:
         self.outputs = forward.outputs
         self.inputs = forward.inputs
         self._forward = forward
+        if stage.is_last:
+            self.outputs = pytree.tree_map_only(Tensor, _stand_in, forward.outputs)
 
     def backward(
         self, output_grads: Any, loss: Tensor | None
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
         """The gradients of `inputs`, and what the weight backward has to run."""
-        with _without_autocast(self.outputs):
-            grads, pending = self._forward.backward_input(output_grads, loss=loss)
+        if loss is not None:
+            torch.autograd.backward(loss)
+            output_grads = pytree.tree_map_only(Tensor, _grad_of, self.outputs)
+            if all(grad is None for grad in pytree.tree_leaves(output_grads)):
+                return (None,) * len(self.inputs), do_nothing
+        grads, pending = self._forward.backward_input(output_grads)
         return grads, pending.run
 
 
@@ -175,11 +185,14 @@ def do_nothing() -> None:
     """The weight backward of a stage whose backward ran in one piece."""
 
 
-def _without_autocast(value: Any) -> AbstractContextManager[Any]:
-    """Autocast is for forwards; a backward runs in the types that its forward chose."""
-    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
-        return nullcontext()
-    return torch.autocast(tensors_in(value)[0].device.type, enabled=False)
+def _stand_in(output: Tensor) -> Tensor:
+    return output.detach().requires_grad_(output.requires_grad)
+
+
+def _grad_of(stand_in: Tensor) -> Tensor | None:
+    """Its gradient; taken, so that the stand-in does not keep it."""
+    grad, stand_in.grad = stand_in.grad, None
+    return grad
 
 
 def _place_in(group: Group) -> tuple[int, int]:

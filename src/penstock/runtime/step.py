@@ -1,6 +1,7 @@
 """One batch through the schedule: all state of a step, from its first action to its last."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -12,12 +13,12 @@ from penstock.errors import StageError
 from penstock.ir import (
     Action,
     Backward,
-    BackwardInput,
     BackwardWeight,
     Forward,
     MicrobatchId,
     StageId,
 )
+from penstock.ir.action import SEND_TYPES
 from penstock.ir.inputs import Input
 from penstock.runtime.messages import flatten, unflatten
 from penstock.runtime.program import Entry, Program, Task
@@ -30,6 +31,8 @@ from penstock.stage import (
     as_outputs,
     do_nothing,
 )
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 LossFn: TypeAlias = Callable[..., Any]
 Message: TypeAlias = tuple[list[Any], pytree.TreeSpec]
@@ -119,7 +122,8 @@ class Step:
         self.wire.finish()
         if self._outside_grads:
             tensors, grads = zip(*self._outside_grads, strict=True)
-            torch.autograd.backward(tensors, grads)
+            with _without_autocast():
+                torch.autograd.backward(tensors, grads)
 
     def run(self, action: Action) -> None:
         """Run the action that a custom function was called for, or one half of an overlap."""
@@ -135,15 +139,17 @@ class Step:
 
     def _run(self, task: Task) -> None:
         action = task.action
-        if isinstance(action, Forward):
-            self._forward(task, self.stages[action.stage], action.mb)
-        elif isinstance(action, Backward | BackwardInput):
-            self._backward(task, self.stages[action.stage], action.mb)
-        elif isinstance(action, BackwardWeight):
-            self._backward_weight(task, self.stages[action.stage], action.mb)
-        else:
-            assert task.makes is not None  # All that is left are sends.
+        if isinstance(action, SEND_TYPES):
+            assert task.makes is not None
             self.wire.send(task.makes, *self._made.pop(task.makes))
+        elif isinstance(action, Forward):
+            self._forward(task, self.stages[action.stage], action.mb)
+        else:
+            with _without_autocast():
+                if isinstance(action, BackwardWeight):
+                    self._backward_weight(task, self.stages[action.stage], action.mb)
+                else:
+                    self._backward(task, self.stages[action.stage], action.mb)
 
     def _forward(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
         inputs: list[Any] = []
@@ -268,6 +274,14 @@ class Step:
         pending()
         if task.completes_grads:
             self.settings.on_grads_ready(stage)
+
+
+def _without_autocast() -> AbstractContextManager[Any]:
+    """Autocast is for forwards; a backward runs in the types that its forward chose."""
+    for device_type in _AUTOCAST_DEVICES:
+        if torch.is_autocast_enabled(device_type):
+            return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _needs_grad(leaf: Any) -> bool:

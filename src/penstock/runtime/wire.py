@@ -16,8 +16,8 @@ from penstock.ir.inputs import Input
 from penstock.runtime.messages import Form
 from penstock.runtime.program import Program
 
-# How many messages of a channel a rank has buffers for before it needs them: one may come while
-# it computes, and the one after it while that one is waited for.
+# How many messages of a channel are posted while one is waited for, that one included: the next
+# can come while the rank computes.
 _POSTED_AHEAD = 2
 
 
@@ -65,10 +65,11 @@ class Wire:
         inbox = self._inboxes[sender]
         while key not in inbox.posted:
             self._post_next(sender, inbox)
+        # Before the wait, since posting takes time that a rank that waits has.
+        self._post_ahead(sender, inbox)
         form, tensors, transfers = inbox.posted.pop(key)
         for transfer in transfers:
             transfer.wait(partial(self._describe_receive, key))
-        self._post_ahead(sender, inbox)
         self._release(*self._program.received_before[key])
         return form, tensors
 
