@@ -48,3 +48,26 @@ class AbstractComm(ABC):
 
         Ranks that wait for others learn it when those have given up in turn.
         """
+
+
+class Work(Protocol):
+    """A tensor on its way over a link."""
+
+    def wait(self, timeout_s: float) -> None:
+        """As a Transfer's; raises an OSError or RuntimeError as the link's medium does."""
+
+
+class Link(ABC):
+    """This process's end of both channels between it and another one."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor) -> Work:
+        """As a comm's."""
+
+    @abstractmethod
+    def recv(self, tensor: Tensor) -> Work:
+        """As a comm's."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wake up the other process if it waits for this one, and let it wait no more."""

@@ -1,15 +1,13 @@
-"""Channels over torch.distributed.
+"""Channels between processes that torch.distributed has brought together.
 
-A pipeline opens connections of its own, so giving up closes nothing that anyone else uses. On the
-CPU one gloo group carries all channels: it keeps the messages of each ordered pair of ranks in
-order, and lets those of different pairs pass each other. On CUDA each channel has an NCCL group,
-because NCCL runs all that two ranks exchange in a group on one stream, where a send would wait
-for the receive before it.
+A pipeline opens connections of its own, so giving up closes nothing that anyone else uses. What
+carries them depends on where the tensors are: shared memory between processes of one machine,
+gloo between machines, NCCL between CUDA devices.
 """
 
+import os
 import pickle
 import time
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -18,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from penstock.comm.base import AbstractComm, Described, Transfer
+from penstock.comm import shared_memory
+from penstock.comm.base import AbstractComm, Described, Link, Transfer, Work
+from penstock.comm.links import GlooLink, NcclLink
 from penstock.errors import CommError, DeadlineError, StageError
 from penstock.ir import Rank
-from penstock.ir.inputs import Channel
 
-_TAG = 0
-_TAG_OF_NO_MESSAGE = 1
 _FAILURE = "failure"
 # How long a rank whose connection broke looks for a report of why.
 _REPORT_GRACE_S = 2.0
@@ -34,60 +31,39 @@ class ProcessGroupComm(AbstractComm):
     """This rank's ends of the channels of one pipeline, among the ranks of `group`.
 
     Every rank of the group must make one: they find each other by how many they have made.
+    Set PENSTOCK_SHARED_MEMORY=0 to use gloo within a machine too.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        channels: Iterable[Channel],
-        device: torch.device,
-        timeout_s: float,
+        self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float
     ) -> None:
         group = group or dist.group.WORLD
         assert group is not None
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self._timeout_s = timeout_s
-        self._timeout = timedelta(seconds=timeout_s)
         store = group.get_group_store()
         number = store.add(f"penstock/made by rank {self.rank}", 1)
         self._store = distributed_c10d.PrefixStore(f"penstock/{number}", store)
         self._num_gathers = 0
         self._is_open = True
-        # Before the groups are made, which would wait for ranks that never come.
-        self.gather(None)
-        self._gloo: Any = None
-        self._nccl: dict[Channel, Any] = {}
-        if device.type == "cpu":
-            self._gloo = distributed_c10d.ProcessGroupGloo(
-                distributed_c10d.PrefixStore("gloo", self._store),
-                self.rank,
-                self.num_ranks,
-                self._timeout,
-            )
-        elif device.type == "cuda":
-            options = distributed_c10d.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            for channel in sorted(channels):
-                if self.rank in channel:
-                    prefix = distributed_c10d.PrefixStore(f"nccl {channel}", self._store)
-                    self._nccl[channel] = distributed_c10d.ProcessGroupNCCL(
-                        prefix, channel.index(self.rank), len(channel), options
-                    )
-        else:
-            raise StageError(
-                f"device is {device}, and there are no channels for {device.type}. "
-                "Put the stages on cpu or cuda."
-            )
+        self._links: dict[Rank, Link] = {}
+        try:
+            self._open_links(device)
+        except (OSError, RuntimeError) as exc:
+            if isinstance(exc, CommError):
+                raise
+            raise self._explain(exc, "a connection to each other rank", 0.0) from exc
 
     def gather(self, value: Any) -> list[Any]:
         """By way of the store: values are few and small, and their sizes differ."""
         keys = [f"gathered {self._num_gathers} from rank {rank}" for rank in range(self.num_ranks)]
         self._num_gathers += 1
-        self._store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes too
+        pickled = pickle.dumps(value)
+        self._store.set(keys[self.rank], pickled)  # type: ignore[arg-type]  # takes bytes too
         began_s = time.monotonic()
         try:
-            self._store.wait(keys, self._timeout)
+            self._store.wait(keys, timedelta(seconds=self._timeout_s))
         except RuntimeError as exc:
             absent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
             who = f"ranks {', '.join(absent)}" if len(absent) > 1 else f"rank {absent[0]}"
@@ -96,14 +72,13 @@ class ProcessGroupComm(AbstractComm):
         return [pickle.loads(self._store.get(key)) for key in keys]
 
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
-        if self._gloo is not None:
-            return _WorkTransfer(self, self._gloo.send([tensor], receiver, _TAG))
-        return _WorkTransfer(self, self._nccl[Channel(self.rank, receiver)].send([tensor], 1, _TAG))
+        try:
+            return _LinkTransfer(self, self._links[receiver].send(tensor))
+        except OSError as exc:
+            raise self._explain(exc, f"rank {receiver} to take a message", 0.0) from exc
 
     def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
-        if self._gloo is not None:
-            return _WorkTransfer(self, self._gloo.recv([tensor], sender, _TAG))
-        return _WorkTransfer(self, self._nccl[Channel(sender, self.rank)].recv([tensor], 0, _TAG))
+        return _LinkTransfer(self, self._links[sender].recv(tensor))
 
     def fail(self, report: str) -> None:
         if not self._is_open:
@@ -111,34 +86,66 @@ class ProcessGroupComm(AbstractComm):
         self._is_open = False
         # The first report stays: the others follow from it.
         self._store.compare_set(_FAILURE, "", f"rank {self.rank} failed: {report}")
-        for group in self._nccl.values():
-            group.abort()
-        if self._gloo is not None and self.num_ranks > 1:
-            # A receive that ends too late makes gloo close all connections of the group, at
-            # which every rank that waits for this one wakes up. Nothing else does that for sure:
-            # connections live as long as any transfer, and those are in tracebacks.
-            try:
-                other = (self.rank + 1) % self.num_ranks
-                self._gloo.recv([torch.empty(1)], other, _TAG_OF_NO_MESSAGE).wait(
-                    timedelta(milliseconds=1)
-                )
-            except RuntimeError:
-                self._gloo = None
+        for link in self._links.values():
+            link.close()
+
+    def _open_links(self, device: torch.device) -> None:
+        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        if device.type == "cuda":
+            self.gather(None)  # Or a rank that never comes would be NCCL's to tell.
+            # In the order of pairs, so that no two ranks wait for each other.
+            for other in others:
+                self._links[other] = NcclLink(self._store, self.rank, other, self._timeout_s)
+        elif device.type == "cpu":
+            self._open_cpu_links(others)
+        else:
+            raise StageError(
+                f"device is {device}, and there are no channels for {device.type}. "
+                "Put the stages on cpu or cuda."
+            )
+
+    def _open_cpu_links(self, others: list[Rank]) -> None:
+        machine = shared_memory.find_machine()
+        if os.environ.get("PENSTOCK_SHARED_MEMORY") == "0":
+            machine = ""
+        listener = shared_memory.Listener() if machine else None
+        addresses = self.gather((machine, listener.name if listener else b""))
+        if listener is not None:
+            near = [rank for rank in others if addresses[rank][0] == machine]
+            for rank in near:
+                if rank < self.rank:
+                    name = addresses[rank][1]
+                    self._links[rank] = shared_memory.connect(name, self.rank, self._timeout_s)
+            for _ in [rank for rank in near if rank > self.rank]:
+                rank, link = listener.accept(self._timeout_s)
+                self._links[rank] = link
+            listener.close()
+        machines = {machine for machine, _ in addresses}
+        if machines == {""} or len(machines) > 1:  # All ranks know it, so all make the group.
+            group = distributed_c10d.ProcessGroupGloo(
+                distributed_c10d.PrefixStore("gloo", self._store),
+                self.rank,
+                self.num_ranks,
+                timedelta(seconds=self._timeout_s),
+            )
+            for rank in others:
+                self._links.setdefault(rank, GlooLink(group, rank))
 
     def _explain(self, exc: Exception, awaited: str, waited_s: float) -> CommError:
         """Why a wait ended in an exception, in words."""
-        if report := self._find_report(_REPORT_GRACE_S if waited_s < self._timeout_s else 0):
+        is_late = waited_s >= 0.99 * self._timeout_s
+        if report := self._find_report(0.0 if is_late else _REPORT_GRACE_S):
             return CommError(f"rank {self.rank} stopped waiting for {awaited}, because {report}")
-        if waited_s >= self._timeout_s:
+        if is_late:
             return DeadlineError(
                 f"rank {self.rank} waited {self._timeout_s:g} s for {awaited}, in vain. "
                 "See what that rank was doing; if it only needed longer, give the pipeline a "
                 "larger timeout."
             )
+        reason = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
         return CommError(
             f"rank {self.rank} stopped waiting for {awaited}, because the connection was lost "
-            f"({str(exc).splitlines()[0]}). The other process has ended without a word: "
-            "look for it in the logs."
+            f"({reason}). The other process has ended without a word: look for it in the logs."
         )
 
     def _find_report(self, grace_s: float) -> str:
@@ -154,20 +161,16 @@ class ProcessGroupComm(AbstractComm):
             return ""
 
 
-class _WorkTransfer:
+class _LinkTransfer:
     __slots__ = ("_comm", "_work")
 
-    def __init__(self, comm: ProcessGroupComm, work: dist.Work) -> None:
+    def __init__(self, comm: ProcessGroupComm, work: Work) -> None:
         self._comm, self._work = comm, work
 
     def wait(self, described: Described) -> None:
         began_s = time.monotonic()
         try:
-            if self._comm._gloo is not None:
-                self._work.wait(self._comm._timeout)
-            else:
-                # The stream waits; with a timeout the host would. NCCL keeps the deadline.
-                self._work.wait()
-        except RuntimeError as exc:
+            self._work.wait(self._comm._timeout_s)
+        except (OSError, RuntimeError) as exc:
             waited_s = time.monotonic() - began_s
             raise self._comm._explain(exc, described(), waited_s) from exc

@@ -222,9 +222,7 @@ class Pipeline:
         if isinstance(group, LocalGroup):
             self._comm = group.connect()
         else:
-            channels = self._program.channels() | self._forward_program.channels()
-            device = self._first.device
-            self._comm = ProcessGroupComm(group, channels, device, self._timeout_s)
+            self._comm = ProcessGroupComm(group, self._first.device, self._timeout_s)
         digest = hashlib.sha256(self.schedule.to_csv().encode()).hexdigest()[:8]
         own = {
             "num_stages": self.schedule.num_stages,

@@ -20,7 +20,7 @@ from penstock.ir import (
     StageId,
 )
 from penstock.ir.action import RECV_TYPES, SEND_TYPES, Send, SingleCompute, compute_parts
-from penstock.ir.inputs import Channel, Input, Inputs
+from penstock.ir.inputs import Input, Inputs
 from penstock.passes import add_comms
 
 
@@ -58,16 +58,6 @@ class Program:
     """By sender, the messages in the order in which they come."""
     received_before: dict[Input, tuple[Rank, int]]
     """For messages that arrive: their sender, and how many of ours it has received by then."""
-
-    def channels(self) -> set[Channel]:
-        """All channels of the schedule that this rank is an end of."""
-        own = {Channel(sender, self.rank) for sender in self.arriving}
-        for entry in self.entries:
-            if isinstance(entry.action, SEND_TYPES):
-                (task,) = entry.tasks
-                assert task.makes is not None
-                own.add(self.inputs.channel(task.makes))
-        return own
 
 
 def make_program(

@@ -1,0 +1,164 @@
+"""A link by shared memory: both of its ends in this process, each driven in turn."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from penstock.comm import shared_memory
+from penstock.comm.shared_memory import Listener, SharedMemoryLink, connect
+
+TIMEOUT_S = 5.0
+
+
+@pytest.fixture
+def ends() -> tuple[SharedMemoryLink, SharedMemoryLink]:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return SharedMemoryLink(left), SharedMemoryLink(right)
+
+
+Ends = tuple[SharedMemoryLink, SharedMemoryLink]
+
+
+def receive(link: SharedMemoryLink, like: torch.Tensor) -> torch.Tensor:
+    tensor = torch.empty_like(like)
+    link.recv(tensor).wait(TIMEOUT_S)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool],
+)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 4), (0, 4), (300, 300)], ids=str)
+def test_tensor_arrives_as_it_was(ends: Ends, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    sent = torch.randint(0, 2, shape).to(dtype)
+    ends[0].send(sent)
+    assert torch.equal(sent, receive(ends[1], sent))
+
+
+def test_messages_fill_receives_in_order_whichever_is_waited_for_first(ends: Ends) -> None:
+    buffers = [torch.empty(2) for _ in range(3)]
+    works = [ends[1].recv(buffer) for buffer in buffers]
+    for number in range(3):
+        ends[0].send(torch.full((2,), float(number)))
+    works[2].wait(TIMEOUT_S)
+    assert [0.0, 1.0, 2.0] == [buffer[0].item() for buffer in buffers]
+    works[0].wait(TIMEOUT_S)
+
+
+def test_senders_tensor_is_free_as_soon_as_it_is_sent(ends: Ends) -> None:
+    tensor = torch.ones(4)
+    ends[0].send(tensor).wait(TIMEOUT_S)
+    tensor.zero_()
+    assert torch.equal(torch.ones(4), receive(ends[1], tensor))
+
+
+def test_slots_are_used_again_once_their_messages_are_taken(ends: Ends) -> None:
+    tensor = torch.ones(5000)
+    open_files = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        for _ in range(2):
+            ends[0].send(tensor)
+        for _ in range(2):
+            receive(ends[1], tensor)
+    # Two slots, each open at both ends, though six messages went through.
+    assert open_files + 4 == len(os.listdir("/proc/self/fd"))
+
+
+def test_slot_that_is_not_taken_yet_is_not_overwritten(ends: Ends) -> None:
+    for number in range(20):
+        ends[0].send(torch.full((1000,), float(number)))
+    assert list(range(20)) == [receive(ends[1], torch.empty(1000))[7].item() for _ in range(20)]
+
+
+def test_more_messages_than_the_socket_holds_do_not_make_the_sender_wait(ends: Ends) -> None:
+    count = 2000
+    for number in range(count):
+        ends[0].send(torch.tensor([number]))
+    like = torch.empty(1, dtype=torch.int64)
+    received = []
+    for _ in range(count):
+        received.append(receive(ends[1], like).item())
+        ends[0].flush()
+    assert list(range(count)) == received
+
+
+def test_sender_that_waits_gets_rid_of_what_the_socket_had_no_room_for(ends: Ends) -> None:
+    count, like = 2000, torch.empty(1, dtype=torch.int64)
+    received = []
+
+    def answer_in_the_end() -> None:
+        received.extend(receive(ends[1], like).item() for _ in range(count))
+        ends[1].send(like.zero_())
+
+    for number in range(count):
+        ends[0].send(torch.tensor([number]))
+    thread = threading.Thread(target=answer_in_the_end)
+    thread.start()
+    receive(ends[0], like)
+    thread.join(TIMEOUT_S)
+    assert list(range(count)) == received
+
+
+def test_closed_end_is_told_at_once_but_what_was_sent_still_arrives(ends: Ends) -> None:
+    ends[0].send(torch.ones(3))
+    ends[0].close()
+    assert torch.equal(torch.ones(3), receive(ends[1], torch.empty(3)))
+    with pytest.raises(ConnectionError, match="closed its end"):
+        receive(ends[1], torch.empty(3))
+    with pytest.raises(OSError, match=r"Broken pipe|reset"):
+        ends[1].send(torch.ones(3))
+
+
+def test_close_wakes_up_who_waits(ends: Ends) -> None:
+    threading.Timer(0.1, ends[0].close).start()
+    began_s = time.monotonic()
+    with pytest.raises(ConnectionError):
+        receive(ends[1], torch.empty(3))
+    assert time.monotonic() - began_s < TIMEOUT_S
+
+
+def test_message_that_does_not_come_in_time_is_told(ends: Ends) -> None:
+    with pytest.raises(TimeoutError, match="no message came in time"):
+        ends[1].recv(torch.empty(3)).wait(0.05)
+
+
+def test_message_of_another_size_is_told(ends: Ends) -> None:
+    ends[0].send(torch.ones(3))
+    with pytest.raises(ConnectionError, match="a message of 12 bytes came where one of 16 was"):
+        receive(ends[1], torch.empty(4))
+
+
+def test_listener_tells_ranks_apart() -> None:
+    listener = Listener()
+    links = {rank: connect(listener.name, rank, TIMEOUT_S) for rank in (3, 1)}
+    accepted = dict(listener.accept(TIMEOUT_S) for _ in links)
+    listener.close()
+    for rank, link in links.items():
+        link.send(torch.tensor([rank]))
+        assert rank == receive(accepted[rank], torch.empty(1, dtype=torch.int64)).item()
+
+
+def test_listener_waits_no_longer_than_it_may() -> None:
+    with pytest.raises(TimeoutError):
+        Listener().accept(0.05)
+
+
+def test_listener_refuses_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Listener()
+    stranger = connect(listener.name, 1, TIMEOUT_S)
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    with pytest.raises(TimeoutError):
+        listener.accept(0.05)
+    with pytest.raises(ConnectionError):
+        receive(stranger, torch.empty(1))
+
+
+def test_machine_has_a_name_here() -> None:
+    assert shared_memory.find_machine()
+    assert shared_memory.find_machine() == shared_memory.find_machine()
