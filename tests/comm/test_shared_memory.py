@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 import time
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,13 +15,17 @@ from penstock.comm.shared_memory import Listener, SharedMemoryLink, connect
 TIMEOUT_S = 5.0
 
 
-@pytest.fixture
-def ends() -> tuple[SharedMemoryLink, SharedMemoryLink]:
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return SharedMemoryLink(left), SharedMemoryLink(right)
-
-
 Ends = tuple[SharedMemoryLink, SharedMemoryLink]
+
+
+def make_ends(*families: WeakSet[SharedMemoryLink]) -> Ends:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return SharedMemoryLink(left, families[0]), SharedMemoryLink(right, families[1])
+
+
+@pytest.fixture
+def ends() -> Ends:
+    return make_ends(WeakSet(), WeakSet())
 
 
 def receive(link: SharedMemoryLink, like: torch.Tensor) -> torch.Tensor:
@@ -60,13 +65,27 @@ def test_senders_tensor_is_free_as_soon_as_it_is_sent(ends: Ends) -> None:
 def test_slots_are_used_again_once_their_messages_are_taken(ends: Ends) -> None:
     tensor = torch.ones(5000)
     open_files = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        for _ in range(2):
+    for _ in range(5):
+        for _ in range(4):
             ends[0].send(tensor)
-        for _ in range(2):
+        for _ in range(4):
             receive(ends[1], tensor)
-    # Two slots, each open at both ends, though six messages went through.
-    assert open_files + 4 == len(os.listdir("/proc/self/fd"))
+    # Arenas of 1, 1 and 2 slots, each open at both ends, though twenty messages went through.
+    assert open_files + 6 == len(os.listdir("/proc/self/fd"))
+
+
+def test_many_messages_under_way_need_few_files(ends: Ends) -> None:
+    open_files = len(os.listdir("/proc/self/fd"))
+    for _ in range(200):
+        ends[0].send(torch.ones(10))
+    assert len(os.listdir("/proc/self/fd")) < open_files + 12
+
+
+def test_larger_message_gets_a_slot_that_holds_it(ends: Ends) -> None:
+    for size in (10, 100_000, 10, 50_000, 1_000_000):
+        sent = torch.rand(size)
+        ends[0].send(sent)
+        assert torch.equal(sent, receive(ends[1], sent))
 
 
 def test_slot_that_is_not_taken_yet_is_not_overwritten(ends: Ends) -> None:
@@ -104,6 +123,27 @@ def test_sender_that_waits_gets_rid_of_what_the_socket_had_no_room_for(ends: End
     assert list(range(count)) == received
 
 
+def test_who_waits_for_one_process_sends_what_another_had_no_room_for() -> None:
+    """Three ranks: 0 waits for 2, which waits for 1, which waits for all that 0 has sent."""
+    families = [WeakSet[SharedMemoryLink]() for _ in range(3)]
+    zero_to_one, one_to_zero = make_ends(families[0], families[1])
+    zero_to_two, two_to_zero = make_ends(families[0], families[2])
+    count, like = 2000, torch.empty(1, dtype=torch.int64)
+
+    def run_one() -> None:
+        for _ in range(count):
+            receive(one_to_zero, like)
+        two_to_zero.send(like.zero_())
+
+    for number in range(count):
+        zero_to_one.send(torch.tensor([number]))
+    thread = threading.Thread(target=run_one)
+    thread.start()
+    receive(zero_to_two, like)
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
 def test_closed_end_is_told_at_once_but_what_was_sent_still_arrives(ends: Ends) -> None:
     ends[0].send(torch.ones(3))
     ends[0].close()
@@ -138,9 +178,10 @@ def test_listener_tells_ranks_apart() -> None:
     links = {rank: connect(listener.name, rank, TIMEOUT_S) for rank in (3, 1)}
     accepted = dict(listener.accept(TIMEOUT_S) for _ in links)
     listener.close()
-    for rank, link in links.items():
-        link.send(torch.tensor([rank]))
-        assert rank == receive(accepted[rank], torch.empty(1, dtype=torch.int64)).item()
+    for rank, connection in links.items():
+        SharedMemoryLink(connection, WeakSet()).send(torch.tensor([rank]))
+        link = SharedMemoryLink(accepted[rank], WeakSet())
+        assert rank == receive(link, torch.empty(1, dtype=torch.int64)).item()
 
 
 def test_listener_waits_no_longer_than_it_may() -> None:
@@ -155,8 +196,8 @@ def test_listener_refuses_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: own + 1)
     with pytest.raises(TimeoutError):
         listener.accept(0.05)
-    with pytest.raises(ConnectionError):
-        receive(stranger, torch.empty(1))
+    with stranger, pytest.raises(ConnectionResetError):  # What it said was not read.
+        stranger.recv(1)
 
 
 def test_machine_has_a_name_here() -> None:

@@ -10,6 +10,7 @@ import pickle
 import time
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed import distributed_c10d
 from penstock.comm import shared_memory
 from penstock.comm.base import AbstractComm, Described, Link, Transfer, Work
 from penstock.comm.links import GlooLink, NcclLink
+from penstock.comm.shared_memory import SharedMemoryLink
 from penstock.errors import CommError, DeadlineError, StageError
 from penstock.ir import Rank
 
@@ -112,14 +114,18 @@ class ProcessGroupComm(AbstractComm):
         addresses = self.gather((machine, listener.name if listener else b""))
         if listener is not None:
             near = [rank for rank in others if addresses[rank][0] == machine]
-            for rank in near:
-                if rank < self.rank:
-                    name = addresses[rank][1]
-                    self._links[rank] = shared_memory.connect(name, self.rank, self._timeout_s)
-            for _ in [rank for rank in near if rank > self.rank]:
-                rank, link = listener.accept(self._timeout_s)
-                self._links[rank] = link
+            sockets = {
+                rank: shared_memory.connect(addresses[rank][1], self.rank, self._timeout_s)
+                for rank in near
+                if rank < self.rank
+            }
+            while len(sockets) < len(near):
+                rank, connection = listener.accept(self._timeout_s)
+                sockets[rank] = connection
             listener.close()
+            family: WeakSet[SharedMemoryLink] = WeakSet()
+            for rank, connection in sockets.items():
+                self._links[rank] = SharedMemoryLink(connection, family)
         machines = {machine for machine, _ in addresses}
         if machines == {""} or len(machines) > 1:  # All ranks know it, so all make the group.
             group = distributed_c10d.ProcessGroupGloo(

@@ -5,11 +5,12 @@ packet on a socket. While the receiver computes, the packet just lies there: not
 where a thread that waits for packets would take the processor away from the computation for
 every message. A receiver that waits sleeps on the socket.
 
-    sender                      socket                    receiver
-    copy into a free slot ────▶ (slot, size, number) ───▶ copy out of it
-    may use the slot again ◀─── by shared memory ──────── write the number into it
+    sender                      socket                 receiver
+    copy into a free slot ────▶ where, how much ─────▶ copy out of it
+    use its slot again ◀─────── by shared memory ───── count the message as taken
 
-A new slot's file comes with the first packet that names it.
+Slots are in *arenas*, files in memory; a new arena comes with the first packet that names it.
+Each has as many slots as all before it, so there are few, however many messages are under way.
 """
 
 import mmap
@@ -29,36 +30,48 @@ from penstock.comm.base import Link, Work
 
 _PACKET = struct.Struct("=qqq")
 _NUMBER = struct.Struct("=q")
-_HEAD_BYTES = 64
-"""At the head of a slot: the number of the last message that was taken out of it."""
+_HEAD_BYTES = mmap.PAGESIZE
+"""At the head of the first arena: how many messages have been taken."""
 
 
 class _Packet(NamedTuple):
-    slot: int
+    arena: int
+    offset: int
     num_bytes: int
-    number: int
+
+
+class _Slot(NamedTuple):
+    arena: int
+    offset: int
+    capacity: int
 
 
 class SharedMemoryLink(Link):
-    """One end of a connection to another process; `connection` is a SEQPACKET socket."""
+    """One end of a connection to another process; `connection` is a SEQPACKET socket.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Who waits for one link sends what the others of its `family` had no room for: another rank
+    may be waiting for that.
+    """
+
+    def __init__(
+        self, connection: socket.socket, family: "weakref.WeakSet[SharedMemoryLink]"
+    ) -> None:
         connection.setblocking(False)
+        self._family = family
+        family.add(self)
         self._socket = connection
-        self._out: list[_Slot] = []
-        self._in: dict[int, _Slot] = {}
-        self._num_sent = 0
+        self._outgoing = _Outgoing()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
+        self._arenas: list[mmap.mmap] = []
+        self._num_taken = 0
         self._posted: deque[_Posted] = deque()
 
     def send(self, tensor: Tensor) -> Work:
         num_bytes = tensor.numel() * tensor.itemsize
-        slot, is_new = self._free_slot(num_bytes)
-        slot.put(tensor)
-        self._num_sent += 1
-        slot.last_number = self._num_sent
-        packet = _PACKET.pack(slot.index, num_bytes, self._num_sent)
-        self._unsent.append((packet, [slot.file] if is_new else []))
+        slot, files = self._outgoing.take_slot(num_bytes)
+        if num_bytes:
+            _as_tensor(self._outgoing.arenas[slot.arena], slot.offset, tensor).copy_(tensor)
+        self._unsent.append((_PACKET.pack(slot.arena, slot.offset, num_bytes), files))
         self.flush()
         return _COPIED
 
@@ -69,6 +82,9 @@ class SharedMemoryLink(Link):
     def close(self) -> None:
         """The other end finds out at once, if it waits; what was sent can still be received."""
         self._socket.close()
+        for _, files in self._unsent:
+            _close_all(files)
+        self._unsent.clear()
 
     def __del__(self) -> None:
         self.close()
@@ -82,19 +98,28 @@ class SharedMemoryLink(Link):
             except BlockingIOError:
                 return
             self._unsent.popleft()
+            _close_all(files)
 
     def fill_next(self, deadline_s: float) -> None:
         """Wait for the next message, and fill the receive that was posted first."""
         packet, files = self._next_packet(deadline_s)
-        if files:
-            self._in[packet.slot] = _Slot(packet.slot, files[0])
+        self._arenas += map(_map, files)
+        _close_all(files)
         posted = self._posted.popleft()
-        self._in[packet.slot].take(posted.tensor, packet)
+        tensor = posted.tensor
+        if packet.num_bytes != tensor.numel() * tensor.itemsize:
+            raise ConnectionError(
+                f"a message of {packet.num_bytes} bytes came where one of "
+                f"{tensor.numel() * tensor.itemsize} was expected"
+            )
+        if packet.num_bytes:
+            tensor.copy_(_as_tensor(self._arenas[packet.arena], packet.offset, tensor))
+        self._num_taken += 1
+        _NUMBER.pack_into(self._arenas[0], 0, self._num_taken)
         posted.is_filled = True
 
     def _next_packet(self, deadline_s: float) -> tuple[_Packet, list[int]]:
         while True:
-            self.flush()
             try:
                 data, files, _, _ = socket.recv_fds(self._socket, _PACKET.size, 1)
             except BlockingIOError:
@@ -108,61 +133,68 @@ class SharedMemoryLink(Link):
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("no message came in time")
-        events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
         poll = select.poll()
-        poll.register(self._socket, events)
+        poll.register(self._socket, select.POLLIN)
+        for link in self._family:
+            link.flush()
+            if link._unsent:
+                poll.register(link._socket, select.POLLIN * (link is self) | select.POLLOUT)
         poll.poll(left_s * 1000)
 
-    def _free_slot(self, num_bytes: int) -> tuple["_Slot", bool]:
-        """A slot that holds so much and is not in use, and whether it is new."""
-        for slot in self._out:
-            if slot.capacity >= num_bytes and slot.number_taken() == slot.last_number:
-                return slot, False
-        pages = -(-(num_bytes + _HEAD_BYTES) // mmap.PAGESIZE)
+
+class _Outgoing:
+    """The slots for what is sent. Messages are taken in order, so slots get free in order."""
+
+    def __init__(self) -> None:
+        self.arenas: list[mmap.mmap] = []
+        self._free: list[_Slot] = []
+        self._in_use: deque[tuple[int, _Slot]] = deque()
+        self._num_sent = 0
+
+    def take_slot(self, num_bytes: int) -> tuple[_Slot, list[int]]:
+        """A slot that holds so much, and the file of its arena if that is new."""
+        files = []
+        slot = self._find(num_bytes)
+        if slot is None:
+            files.append(self._add_arena(num_bytes))
+            slot = self._free[-1]
+        self._free.remove(slot)
+        self._num_sent += 1
+        self._in_use.append((self._num_sent, slot))
+        return slot, files
+
+    def _find(self, num_bytes: int) -> _Slot | None:
+        if self.arenas:
+            (num_taken,) = _NUMBER.unpack_from(self.arenas[0])
+            while self._in_use and self._in_use[0][0] <= num_taken:
+                self._free.append(self._in_use.popleft()[1])
+        return next((slot for slot in self._free if slot.capacity >= num_bytes), None)
+
+    def _add_arena(self, num_bytes: int) -> int:
+        capacity = max(-(-num_bytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+        num_slots = max(len(self._free) + len(self._in_use), 1)
         file = os.memfd_create("penstock")
-        os.ftruncate(file, pages * mmap.PAGESIZE)
-        self._out.append(_Slot(len(self._out), file))
-        return self._out[-1], True
+        os.ftruncate(file, _HEAD_BYTES + num_slots * capacity)
+        number = len(self.arenas)
+        self.arenas.append(_map(file))
+        for slot in range(num_slots):
+            self._free.append(_Slot(number, _HEAD_BYTES + slot * capacity, capacity))
+        return file
 
 
-class _Slot:
-    """Memory that two processes map; holds one message at a time."""
+def _map(file: int) -> mmap.mmap:
+    return mmap.mmap(file, os.fstat(file).st_size)
 
-    def __init__(self, index: int, file: int) -> None:
-        self.index = index
-        self.file = file
-        self.last_number = 0
-        self._memory = mmap.mmap(file, os.fstat(file).st_size)
-        self.capacity = len(self._memory) - _HEAD_BYTES
 
-    def __del__(self) -> None:
-        os.close(self.file)
+def _close_all(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
 
-    def number_taken(self) -> int:
-        number: int
-        (number,) = _NUMBER.unpack_from(self._memory)
-        return number
 
-    def put(self, tensor: Tensor) -> None:
-        if tensor.numel():
-            self._as(tensor).copy_(tensor)
-
-    def take(self, tensor: Tensor, packet: _Packet) -> None:
-        if packet.num_bytes != tensor.numel() * tensor.itemsize:
-            raise ConnectionError(
-                f"a message of {packet.num_bytes} bytes came where one of "
-                f"{tensor.numel() * tensor.itemsize} was expected"
-            )
-        if tensor.numel():
-            tensor.copy_(self._as(tensor))
-        _NUMBER.pack_into(self._memory, 0, packet.number)
-
-    def _as(self, like: Tensor) -> Tensor:
-        """The slot's memory as a tensor of this shape and type."""
-        values = torch.frombuffer(
-            self._memory, dtype=like.dtype, count=like.numel(), offset=_HEAD_BYTES
-        )
-        return values.view(like.shape)
+def _as_tensor(arena: mmap.mmap, offset: int, like: Tensor) -> Tensor:
+    """The memory of a slot as a tensor of this shape and type."""
+    values = torch.frombuffer(arena, dtype=like.dtype, count=like.numel(), offset=offset)
+    return values.view(like.shape)
 
 
 class _Posted:
@@ -198,8 +230,8 @@ class Listener:
         self._socket.listen()
         self.name: bytes = self._socket.getsockname()
 
-    def accept(self, timeout_s: float) -> tuple[int, SharedMemoryLink]:
-        """The next process of this user that connects: the rank that it says, and the link."""
+    def accept(self, timeout_s: float) -> tuple[int, socket.socket]:
+        """The next process of this user that connects: the rank that it says, and the socket."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._socket.settimeout(max(deadline_s - time.monotonic(), 1e-3))
@@ -209,7 +241,7 @@ class Listener:
             if user == os.getuid():
                 connection.settimeout(timeout_s)
                 (rank,) = _NUMBER.unpack(connection.recv(_NUMBER.size))
-                return rank, SharedMemoryLink(connection)
+                return rank, connection
             connection.close()
 
     def close(self) -> None:
@@ -219,13 +251,13 @@ class Listener:
         self.close()
 
 
-def connect(name: bytes, rank: int, timeout_s: float) -> SharedMemoryLink:
-    """A link to the process that listens under `name`; tells it this process's rank."""
+def connect(name: bytes, rank: int, timeout_s: float) -> socket.socket:
+    """A socket to the process that listens under `name`; tells it this process's rank."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(timeout_s)
     connection.connect(name)
     connection.send(_NUMBER.pack(rank))
-    return SharedMemoryLink(connection)
+    return connection
 
 
 def find_machine() -> str:
