@@ -134,26 +134,29 @@ class _SplitPass:
     """A microbatch between its forward and its input backward, by the engine.
 
     The loss is computed from stand-ins for the last stage's outputs: its own graph, with the
-    parameters it may have, is plain autograd's, and ends where the engine's begins.
+    parameters it may have, is plain autograd's, and ends where the engine's begins. Only where
+    the outputs are in an object that torch cannot look into are the two one graph.
     """
 
     def __init__(self, stage: PipelineStage, forward: ForwardPass) -> None:
         self.outputs = forward.outputs
         self.inputs = forward.inputs
         self._forward = forward
-        if stage.is_last:
+        self._is_cut = stage.is_last and any(map(needs_grad, pytree.tree_leaves(self.outputs)))
+        if self._is_cut:
             self.outputs = pytree.tree_map_only(Tensor, _stand_in, forward.outputs)
 
     def backward(
         self, output_grads: Any, loss: Tensor | None
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
         """The gradients of `inputs`, and what the weight backward has to run."""
-        if loss is not None:
+        if loss is not None and self._is_cut:
             torch.autograd.backward(loss)
             output_grads = pytree.tree_map_only(Tensor, _grad_of, self.outputs)
             if all(grad is None for grad in pytree.tree_leaves(output_grads)):
                 return (None,) * len(self.inputs), do_nothing
-        grads, pending = self._forward.backward_input(output_grads)
+            loss = None
+        grads, pending = self._forward.backward_input(output_grads, loss=loss)
         return grads, pending.run
 
 
@@ -179,6 +182,11 @@ def as_arguments(outputs: Any) -> tuple[Any, ...]:
 def as_outputs(arguments: tuple[Any, ...], like: Any) -> Any:
     """The other way: what mirrors the next stage's arguments, as it mirrors the outputs."""
     return arguments if type(like) in (tuple, list) else arguments[0]
+
+
+def needs_grad(leaf: Any) -> bool:
+    """Whether this is a tensor to differentiate by."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def do_nothing() -> None:

@@ -8,7 +8,7 @@ all of them are told at once, with no deadline to wait for.
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -95,48 +95,53 @@ class _RankThread(threading.Thread, Generic[Result]):
 
 
 class _World:
-    """What the ranks share: whose turn it is, who waits for what, and the messages."""
+    """What the ranks share: whose turn it is, who waits for what, and their pipelines."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.mailboxes: defaultdict[Channel, _Mailbox] = defaultdict(_Mailbox)
-        self.gathered: defaultdict[int, dict[Rank, Any]] = defaultdict(dict)
-        self._failure: tuple[Rank, str] | None = None
+        self._ended = _Line()
+        self._lines: list[_Line] = []
+        self._num_lines = [0] * num_ranks
         self._turn = 0
         self._turns = threading.Condition()
-        self._waiting: dict[Rank, tuple[Callable[[], bool], Described]] = {}
+        self._waiting: dict[Rank, _Wait] = {}
         self._running = set(range(num_ranks))
+
+    def next_line(self, rank: Rank) -> "_Line":
+        """The line of the rank's next pipeline: ranks find each other by how many they made."""
+        number = self._num_lines[rank]
+        self._num_lines[rank] += 1
+        if number == len(self._lines):
+            self._lines.append(_Line())
+        return self._lines[number]
 
     def begin(self, rank: Rank) -> None:
         with self._turns:
             self._turns.wait_for(lambda: self._turn == rank)
+
+    def fail(self, rank: Rank, report: str) -> None:
+        """Note that a rank has ended by an exception: nobody need wait for it any more."""
+        self._ended.fail(f"rank {rank} failed: {report}")
 
     def end(self, rank: Rank) -> None:
         with self._turns:
             self._running.remove(rank)
             self._pass_on(rank)
 
-    def fail(self, rank: Rank, report: str) -> None:
-        """Only the first failure counts: the others follow from it."""
-        if self._failure is None:
-            self._failure = rank, report
-
-    def wait_until(self, rank: Rank, is_ready: Callable[[], bool], described: Described) -> None:
+    def wait_until(
+        self, rank: Rank, line: "_Line", is_ready: Callable[[], bool], described: Described
+    ) -> None:
         """Let other ranks run until `is_ready()`."""
         if is_ready():
             return
         with self._turns:
-            self._waiting[rank] = is_ready, described
+            self._waiting[rank] = _Wait(line, is_ready, described)
             self._pass_on(rank)
             self._turns.wait_for(lambda: self._turn == rank)
             del self._waiting[rank]
         if not is_ready():
-            assert self._failure is not None
-            culprit, report = self._failure
-            raise CommError(
-                f"rank {rank} stopped waiting for {described()}, because rank {culprit} failed: "
-                f"{report}"
-            )
+            reason = line.failure or self._ended.failure
+            raise CommError(f"rank {rank} stopped waiting for {described()}, because {reason}")
 
     def _pass_on(self, rank: Rank) -> None:
         """Give the turn to the next rank that can go on."""
@@ -145,20 +150,37 @@ class _World:
         ready = [other for other in alive if self._can_go_on(other)]
         if alive and not ready:
             waits = "; ".join(
-                f"rank {other} waits for {described()}"
-                for other, (_, described) in sorted(self._waiting.items())
+                f"rank {other} waits for {wait.described()}"
+                for other, wait in sorted(self._waiting.items())
             )
-            self.fail(rank, f"no rank can go on: {waits}")
+            self._ended.fail(f"no rank can go on: {waits}")
             ready = alive
         if ready:
             self._turn = ready[0]
             self._turns.notify_all()
 
     def _can_go_on(self, rank: Rank) -> bool:
-        if rank not in self._waiting or self._failure is not None:
-            return True
-        is_ready, _ = self._waiting[rank]
-        return is_ready()
+        wait = self._waiting.get(rank)
+        return wait is None or bool(wait.line.failure or self._ended.failure) or wait.is_ready()
+
+
+class _Line:
+    """What the ranks of one pipeline share: their messages, and the first failure."""
+
+    def __init__(self) -> None:
+        self.mailboxes: defaultdict[Channel, _Mailbox] = defaultdict(_Mailbox)
+        self.gathered: defaultdict[int, dict[Rank, Any]] = defaultdict(dict)
+        self.failure = ""
+
+    def fail(self, report: str) -> None:
+        """Only the first failure counts: the others follow from it."""
+        self.failure = self.failure or report
+
+
+class _Wait(NamedTuple):
+    line: _Line
+    is_ready: Callable[[], bool]
+    described: Described
 
 
 class _LoopbackComm(AbstractComm):
@@ -166,30 +188,32 @@ class _LoopbackComm(AbstractComm):
         self.rank = rank
         self.num_ranks = world.num_ranks
         self._world = world
+        self._line = world.next_line(rank)
         self._num_gathers = 0
 
     def gather(self, value: Any) -> list[Any]:
-        values = self._world.gathered[self._num_gathers]
+        values = self._line.gathered[self._num_gathers]
         self._num_gathers += 1
         values[self.rank] = value
         self._world.wait_until(
             self.rank,
+            self._line,
             lambda: len(values) == self.num_ranks,
             lambda: "all ranks to begin their first step",
         )
         return [values[rank] for rank in range(self.num_ranks)]
 
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
-        self._world.mailboxes[Channel(self.rank, receiver)].put(tensor)
+        self._line.mailboxes[Channel(self.rank, receiver)].put(tensor)
         return _SENT
 
     def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
-        posted = _Posted(self._world, self.rank, tensor)
-        self._world.mailboxes[Channel(sender, self.rank)].post(posted)
+        posted = _Posted(self._world, self._line, self.rank, tensor)
+        self._line.mailboxes[Channel(sender, self.rank)].post(posted)
         return posted
 
     def fail(self, report: str) -> None:
-        self._world.fail(self.rank, report)
+        self._line.fail(f"rank {self.rank} failed: {report}")
 
 
 class _Sent:
@@ -203,12 +227,12 @@ _SENT = _Sent()
 class _Posted:
     """A receive; it is filled when its turn among those of its channel comes."""
 
-    def __init__(self, world: _World, rank: Rank, tensor: Tensor) -> None:
+    def __init__(self, world: _World, line: _Line, rank: Rank, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
-        self._world, self._rank = world, rank
+        self._world, self._line, self._rank = world, line, rank
 
     def wait(self, described: Described) -> None:
-        self._world.wait_until(self._rank, lambda: self.tensor is None, described)
+        self._world.wait_until(self._rank, self._line, lambda: self.tensor is None, described)
 
 
 class _Mailbox:

@@ -59,7 +59,7 @@ class Pipeline:
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        held = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        held = list(stages) if isinstance(stages, Sequence) else [stages]
         _check_stages(held)
         self.schedule = _as_schedule(schedule, held, n_microbatches)
         _check_fit(self.schedule, held)
@@ -73,7 +73,11 @@ class Pipeline:
         rank = held[0].group_rank
         self._forward_program = make_program(forward_only(self.schedule), rank)
         self._program = make_program(self.schedule, rank, whole=self._compiled_stages())
-        self._has_backward = loss_fn is not None and self._program != self._forward_program
+        self._has_backward = loss_fn is not None and any(
+            not isinstance(part, Forward)
+            for action in self.schedule.orders[rank]
+            for part in compute_parts(action)
+        )
         self._forms: dict[bool, dict[Input, Form]] = {True: {}, False: {}}
         self._comm: AbstractComm | None = None
         self._is_dynamic = False
@@ -130,6 +134,7 @@ class Pipeline:
         loss_kwargs: dict[str, Any] | None = None,
     ) -> list[Any] | None:
         """As `step`, for a batch that comes already cut; the outputs are not merged either."""
+        self._check_grad_mode()
         with self._failing_together():
             batch = Batch(
                 self._check_count("args", args, ()),
@@ -238,6 +243,13 @@ class Pipeline:
     @property
     def _holds_last(self) -> bool:
         return self.schedule.num_stages - 1 in self.stages
+
+    def _check_grad_mode(self) -> None:
+        if self._has_backward and not torch.is_grad_enabled():
+            raise StageError(
+                "step() was called where gradients are disabled, so there would be no backward. "
+                "Call it outside of torch.no_grad(), or call eval()."
+            )
 
     def _check_count(self, name: str, values: list[Any] | None, default: Any) -> list[Any]:
         if values is None:

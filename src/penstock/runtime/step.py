@@ -1,7 +1,7 @@
 """One batch through the schedule: all state of a step, from its first action to its last."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -30,6 +30,7 @@ from penstock.stage import (
     as_arguments,
     as_outputs,
     do_nothing,
+    needs_grad,
 )
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -101,7 +102,8 @@ class Step:
     losses: dict[MicrobatchId, Any] = field(default_factory=dict)
     current: Action | None = None
     """What is being run, for whoever has to say where it went wrong."""
-    _entry: Entry | None = None
+    _left: list[Task] = field(default_factory=list)
+    """What a custom function has still to run."""
     _made: dict[Input, Message] = field(default_factory=dict)
     _in_flight: dict[tuple[StageId, MicrobatchId], _InFlight] = field(default_factory=dict)
     _pending: dict[tuple[StageId, MicrobatchId], WeightBackward] = field(default_factory=dict)
@@ -111,13 +113,13 @@ class Step:
         """Run the program, from its first action to its last."""
         custom = self.settings.custom_functions
         for entry in self.program.entries:
-            self.current, self._entry = entry.action, entry
+            self.current = entry.action
             function = custom.get(type(entry.action)) if custom else None
-            if function is not None:
-                function(entry.action, self)
-                continue
-            for task in entry.tasks:
-                self._run(task)
+            if function is None:
+                for task in entry.tasks:
+                    self._run(task)
+            else:
+                self._run_custom(entry, function)
         self.current = None
         self.wire.finish()
         if self._outside_grads:
@@ -127,15 +129,25 @@ class Step:
 
     def run(self, action: Action) -> None:
         """Run the action that a custom function was called for, or one half of an overlap."""
-        assert self._entry is not None
-        tasks = [t for t in self._entry.tasks if action in (t.action, self._entry.action)]
+        tasks = [task for task in self._left if action in (task.action, self.current)]
         if not tasks:
             raise StageError(
-                f"a custom function was called for {self._entry.action} and asks to run {action}. "
-                "It may run that action, or one half of it if it is an overlap."
+                f"a custom function was called for {self.current} and asks to run {action}. "
+                "It may run that action once, or each half of it if it is an overlap."
             )
         for task in tasks:
+            self._left.remove(task)
             self._run(task)
+
+    def _run_custom(self, entry: Entry, function: CustomFunction) -> None:
+        self._left = list(entry.tasks)
+        function(entry.action, self)
+        if self._left:
+            left = " and ".join(str(task.action) for task in self._left)
+            raise StageError(
+                f"a custom function was called for {entry.action} and returned without having "
+                f"run {left}, which others wait for. Call context.run(action) in it."
+            )
 
     def _run(self, task: Task) -> None:
         action = task.action
@@ -205,6 +217,12 @@ class Step:
                 f"loss_fn returned a loss {got} for microbatch {mb}. Expected a tensor with one "
                 "value: let it return the mean, or the sum with scale_grads=False."
             )
+        if not loss.requires_grad and any(map(needs_grad, pytree.tree_leaves(outputs))):
+            raise StageError(
+                f"loss_fn returned a loss that needs no gradient for microbatch {mb}, though the "
+                "outputs do, so nothing would be trained. Compute it from the outputs, without "
+                "detach() or item()."
+            )
         return loss / len(self.batch.args) if self.settings.scale_grads else loss
 
     def _take_activation(self, key: Input) -> tuple[list[Any], tuple[Any, ...]]:
@@ -231,7 +249,7 @@ class Step:
             if (grad := found.get(id(stand_in))) is not None:
                 self._outside_grads.append((tensor, grad))
         if task.makes is not None:
-            needed = (found.get(id(x)) for x in flight.inputs if _needs_grad(x))
+            needed = (found.get(id(x)) for x in flight.inputs if needs_grad(x))
             self._made[task.makes] = flatten(tuple(needed))
         if isinstance(task.action, Backward):
             pending()
@@ -252,7 +270,7 @@ class Step:
             assert task.needs is not None
             assert flight.structure is not None
             arriving = iter(self._take_gradient(task.needs))
-            grads = [next(arriving) if _needs_grad(leaf) else None for leaf in flight.outputs]
+            grads = [next(arriving) if needs_grad(leaf) else None for leaf in flight.outputs]
             if any(grad is not None for grad in grads):
                 arguments = unflatten(grads, flight.structure)
                 return flight.stage_pass.backward(as_outputs(arguments, outputs), None)
@@ -276,16 +294,13 @@ class Step:
             self.settings.on_grads_ready(stage)
 
 
-def _without_autocast() -> AbstractContextManager[Any]:
+def _without_autocast() -> ExitStack:
     """Autocast is for forwards; a backward runs in the types that its forward chose."""
+    context = ExitStack()
     for device_type in _AUTOCAST_DEVICES:
         if torch.is_autocast_enabled(device_type):
-            return torch.autocast(device_type, enabled=False)
-    return nullcontext()
-
-
-def _needs_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
+            context.enter_context(torch.autocast(device_type, enabled=False))
+    return context
 
 
 def _stand_ins(value: Any, outside: list[tuple[Tensor, Tensor]]) -> Any:
@@ -295,10 +310,10 @@ def _stand_ins(value: Any, outside: list[tuple[Tensor, Tensor]]) -> Any:
     """
 
     leaves, structure = flatten(value) if isinstance(value, tuple) else pytree.tree_flatten(value)
-    if not any(map(_needs_grad, leaves)):
+    if not any(map(needs_grad, leaves)):
         return value
     for number, leaf in enumerate(leaves):
-        if _needs_grad(leaf):
+        if needs_grad(leaf):
             leaves[number] = leaf.detach().requires_grad_()
             outside.append((leaf, leaves[number]))
     return pytree.tree_unflatten(leaves, structure)
