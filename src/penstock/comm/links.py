@@ -1,5 +1,6 @@
 """Links that torch.distributed carries: gloo between machines, NCCL between CUDA devices."""
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -37,11 +38,9 @@ class GlooLink(Link):
         Nothing else does that for sure: connections live as long as any transfer, and those
         are in tracebacks.
         """
-        work = self._group.recv([torch.empty(1)], self._other, _TAG_OF_NO_MESSAGE)
-        try:
+        with contextlib.suppress(RuntimeError):
+            work = self._group.recv([torch.empty(1)], self._other, _TAG_OF_NO_MESSAGE)
             work.wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return
 
 
 class _GlooWork:

@@ -204,7 +204,8 @@ class _LoopbackComm(AbstractComm):
         return [values[rank] for rank in range(self.num_ranks)]
 
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
-        self._line.mailboxes[Channel(self.rank, receiver)].put(tensor)
+        # A copy, as between processes: the sender may change its own.
+        self._line.mailboxes[Channel(self.rank, receiver)].put(tensor.clone())
         return _SENT
 
     def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
@@ -218,7 +219,7 @@ class _LoopbackComm(AbstractComm):
 
 class _Sent:
     def wait(self, described: Described) -> None:
-        """The mailbox keeps the tensor, so the sender need not."""
+        """The mailbox has a copy, so the sender's tensor is free."""
 
 
 _SENT = _Sent()

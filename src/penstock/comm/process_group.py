@@ -5,6 +5,7 @@ carries them depends on where the tensors are: shared memory between processes o
 gloo between machines, NCCL between CUDA devices.
 """
 
+import contextlib
 import os
 import pickle
 import time
@@ -45,7 +46,8 @@ class ProcessGroupComm(AbstractComm):
         self.num_ranks = dist.get_world_size(group)
         self._timeout_s = timeout_s
         store = group.get_group_store()
-        number = store.add(f"penstock/made by rank {self.rank}", 1)
+        made = f"penstock/made by rank {self.rank}"
+        number = store.add(made, 1)
         self._store = distributed_c10d.PrefixStore(f"penstock/{number}", store)
         self._num_gathers = 0
         self._is_open = True
@@ -53,6 +55,7 @@ class ProcessGroupComm(AbstractComm):
         try:
             self._open_links(device)
         except (OSError, RuntimeError) as exc:
+            store.add(made, -1)  # The next attempt meets that of a rank which missed this one.
             if isinstance(exc, CommError):
                 raise
             raise self._explain(exc, "a connection to each other rank", 0.0) from exc
@@ -68,6 +71,7 @@ class ProcessGroupComm(AbstractComm):
             self._store.wait(keys, timedelta(seconds=self._timeout_s))
         except RuntimeError as exc:
             absent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+            self._store.delete_key(keys[self.rank])  # Who comes later finds nobody waiting.
             who = f"ranks {', '.join(absent)}" if len(absent) > 1 else f"rank {absent[0]}"
             awaited = f"{who} to begin a first step with the same pipeline"
             raise self._explain(exc, awaited, time.monotonic() - began_s) from exc
@@ -76,18 +80,22 @@ class ProcessGroupComm(AbstractComm):
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
         try:
             return _LinkTransfer(self, self._links[receiver].send(tensor))
-        except OSError as exc:
+        except (OSError, RuntimeError) as exc:
             raise self._explain(exc, f"rank {receiver} to take a message", 0.0) from exc
 
     def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
-        return _LinkTransfer(self, self._links[sender].recv(tensor))
+        try:
+            return _LinkTransfer(self, self._links[sender].recv(tensor))
+        except (OSError, RuntimeError) as exc:
+            raise self._explain(exc, f"a message from rank {sender}", 0.0) from exc
 
     def fail(self, report: str) -> None:
         if not self._is_open:
             return
         self._is_open = False
-        # The first report stays: the others follow from it.
-        self._store.compare_set(_FAILURE, "", f"rank {self.rank} failed: {report}")
+        with contextlib.suppress(RuntimeError):  # The process that keeps the store may have ended.
+            # The first report stays: the others follow from it.
+            self._store.compare_set(_FAILURE, "", f"rank {self.rank} failed: {report}")
         for link in self._links.values():
             link.close()
 

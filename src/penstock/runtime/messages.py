@@ -6,6 +6,8 @@ its form; later both ends know it, the receiver can post its buffers ahead, and 
 what it sends against it.
 """
 
+import io
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -97,6 +99,25 @@ class Form:
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves]
         return unflatten(leaves, self.structure)
+
+
+def pickle_form(form: Form) -> bytes:
+    """The form for another process, which `Form.of_tree` and pickle.loads make of it again."""
+    file = io.BytesIO()
+    _FormPickler(file).dump(form.as_tree())
+    return file.getvalue()
+
+
+class _FormPickler(pickle.Pickler):
+    """Refuses tensors: one that pytree did not find would lose its gradient on the way."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            raise TypeError(
+                "it has a tensor in an object that torch cannot look into; register its class "
+                "with torch.utils._pytree.register_pytree_node, or return tuples or dicts"
+            )
+        return NotImplemented
 
 
 def flatten(arguments: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:

@@ -13,7 +13,7 @@ from penstock.comm import AbstractComm, Transfer
 from penstock.errors import StageError
 from penstock.ir import Rank
 from penstock.ir.inputs import Input
-from penstock.runtime.messages import Form
+from penstock.runtime.messages import Form, pickle_form
 from penstock.runtime.program import Program
 
 # How many messages of a channel are posted while one is waited for, that one included: the next
@@ -57,7 +57,8 @@ class Wire:
             form.check(self._place(key), leaves, structure)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                self._send_tensor(key, leaf.detach().contiguous(), outbox, receiver)
+                values = leaf.detach().resolve_conj().resolve_neg().contiguous()
+                self._send_tensor(key, values, outbox, receiver)
 
     def receive(self, key: Input) -> tuple[Form, list[Tensor]]:
         """Wait for a message; returns its form and its tensors."""
@@ -87,7 +88,7 @@ class Wire:
 
     def _send_form(self, key: Input, form: Form, outbox: "_Outbox", receiver: Rank) -> None:
         try:
-            pickled = bytearray(pickle.dumps(form.as_tree()))
+            pickled = bytearray(pickle_form(form))
         except Exception as exc:
             raise StageError(
                 f"{self._place(key)} cannot be sent to rank {receiver}: {exc}. Expected tensors, "
