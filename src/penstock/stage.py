@@ -122,12 +122,15 @@ class _WholePass:
         self._dw_builder = stage.dw_builder
 
     def backward(
-        self, output_grads: Any, loss: Tensor | None
+        self, grads: Any, loss: Tensor | None = None
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
-        """The gradients of `inputs`, and what the weight backward has to run."""
+        """The gradients of `inputs`, and what the weight backward has to run.
+
+        `grads` are those of the outputs, or of the loss if there is one.
+        """
         roots = self.outputs if loss is None else loss
-        grads = stage_backward(roots, output_grads, self.inputs)
-        return grads, do_nothing if self._dw_builder is None else self._dw_builder()
+        input_grads = stage_backward(roots, grads, self.inputs)
+        return input_grads, do_nothing if self._dw_builder is None else self._dw_builder()
 
 
 class _SplitPass:
@@ -142,22 +145,26 @@ class _SplitPass:
         self.outputs = forward.outputs
         self.inputs = forward.inputs
         self._forward = forward
-        self._is_cut = stage.is_last and any(map(needs_grad, pytree.tree_leaves(self.outputs)))
+        leaves = pytree.tree_leaves(self.outputs) if stage.is_last else []
+        self._is_cut = any(isinstance(leaf, Tensor) for leaf in leaves)
         if self._is_cut:
             self.outputs = pytree.tree_map_only(Tensor, _stand_in, forward.outputs)
 
     def backward(
-        self, output_grads: Any, loss: Tensor | None
+        self, grads: Any, loss: Tensor | None = None
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
-        """The gradients of `inputs`, and what the weight backward has to run."""
-        if loss is not None and self._is_cut:
-            torch.autograd.backward(loss)
+        """As a whole pass's; the weight gradients are what the weight backward has to run."""
+        if loss is None:
+            input_grads, pending = self._forward.backward_input(grads)
+        elif not self._is_cut:
+            input_grads, pending = self._forward.backward_input(loss=loss * grads)
+        else:
+            torch.autograd.backward(loss, grads)
             output_grads = pytree.tree_map_only(Tensor, _grad_of, self.outputs)
             if all(grad is None for grad in pytree.tree_leaves(output_grads)):
                 return (None,) * len(self.inputs), do_nothing
-            loss = None
-        grads, pending = self._forward.backward_input(output_grads, loss=loss)
-        return grads, pending.run
+            input_grads, pending = self._forward.backward_input(output_grads)
+        return input_grads, pending.run
 
 
 StagePass: TypeAlias = _WholePass | _SplitPass

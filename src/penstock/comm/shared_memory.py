@@ -13,6 +13,7 @@ Slots are in *arenas*, files in memory; a new arena comes with the first packet 
 Each has as many slots as all before it, so there are few, however many messages are under way.
 """
 
+import ctypes
 import mmap
 import os
 import select
@@ -23,7 +24,6 @@ import weakref
 from collections import deque
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from penstock.comm.base import Link, Work
@@ -62,15 +62,16 @@ class SharedMemoryLink(Link):
         self._socket = connection
         self._outgoing = _Outgoing()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
-        self._arenas: list[mmap.mmap] = []
+        self._arenas: list[_Arena] = []
         self._num_taken = 0
         self._posted: deque[_Posted] = deque()
 
     def send(self, tensor: Tensor) -> Work:
-        num_bytes = tensor.numel() * tensor.itemsize
+        num_bytes = tensor.nbytes
         slot, files = self._outgoing.take_slot(num_bytes)
-        if num_bytes:
-            _as_tensor(self._outgoing.arenas[slot.arena], slot.offset, tensor).copy_(tensor)
+        address = self._outgoing.arenas[slot.arena].address + slot.offset
+        # Not by torch, which takes ten times as long where all else is out of the cache.
+        ctypes.memmove(address, tensor.data_ptr(), num_bytes)
         self._unsent.append((_PACKET.pack(slot.arena, slot.offset, num_bytes), files))
         self.flush()
         return _COPIED
@@ -94,7 +95,10 @@ class SharedMemoryLink(Link):
         while self._unsent:
             packet, files = self._unsent[0]
             try:
-                socket.send_fds(self._socket, [packet], files)
+                if files:
+                    socket.send_fds(self._socket, [packet], files)
+                else:
+                    self._socket.send(packet)
             except BlockingIOError:
                 return
             self._unsent.popleft()
@@ -103,19 +107,19 @@ class SharedMemoryLink(Link):
     def fill_next(self, deadline_s: float) -> None:
         """Wait for the next message, and fill the receive that was posted first."""
         packet, files = self._next_packet(deadline_s)
-        self._arenas += map(_map, files)
+        self._arenas += map(_Arena, files)
         _close_all(files)
         posted = self._posted.popleft()
         tensor = posted.tensor
-        if packet.num_bytes != tensor.numel() * tensor.itemsize:
+        if packet.num_bytes != tensor.nbytes:
             raise ConnectionError(
                 f"a message of {packet.num_bytes} bytes came where one of "
-                f"{tensor.numel() * tensor.itemsize} was expected"
+                f"{tensor.nbytes} was expected"
             )
-        if packet.num_bytes:
-            tensor.copy_(_as_tensor(self._arenas[packet.arena], packet.offset, tensor))
+        address = self._arenas[packet.arena].address + packet.offset
+        ctypes.memmove(tensor.data_ptr(), address, packet.num_bytes)
         self._num_taken += 1
-        _NUMBER.pack_into(self._arenas[0], 0, self._num_taken)
+        _NUMBER.pack_into(self._arenas[0].memory, 0, self._num_taken)
         posted.is_filled = True
 
     def _next_packet(self, deadline_s: float) -> tuple[_Packet, list[int]]:
@@ -146,7 +150,7 @@ class _Outgoing:
     """The slots for what is sent. Messages are taken in order, so slots get free in order."""
 
     def __init__(self) -> None:
-        self.arenas: list[mmap.mmap] = []
+        self.arenas: list[_Arena] = []
         self._free: list[_Slot] = []
         self._in_use: deque[tuple[int, _Slot]] = deque()
         self._num_sent = 0
@@ -165,7 +169,7 @@ class _Outgoing:
 
     def _find(self, num_bytes: int) -> _Slot | None:
         if self.arenas:
-            (num_taken,) = _NUMBER.unpack_from(self.arenas[0])
+            (num_taken,) = _NUMBER.unpack_from(self.arenas[0].memory)
             while self._in_use and self._in_use[0][0] <= num_taken:
                 self._free.append(self._in_use.popleft()[1])
         return next((slot for slot in self._free if slot.capacity >= num_bytes), None)
@@ -176,25 +180,23 @@ class _Outgoing:
         file = os.memfd_create("penstock")
         os.ftruncate(file, _HEAD_BYTES + num_slots * capacity)
         number = len(self.arenas)
-        self.arenas.append(_map(file))
+        self.arenas.append(_Arena(file))
         for slot in range(num_slots):
             self._free.append(_Slot(number, _HEAD_BYTES + slot * capacity, capacity))
         return file
 
 
-def _map(file: int) -> mmap.mmap:
-    return mmap.mmap(file, os.fstat(file).st_size)
+class _Arena:
+    """A file in memory, mapped into this process."""
+
+    def __init__(self, file: int) -> None:
+        self.memory = mmap.mmap(file, os.fstat(file).st_size)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
 def _close_all(files: list[int]) -> None:
     for file in files:
         os.close(file)
-
-
-def _as_tensor(arena: mmap.mmap, offset: int, like: Tensor) -> Tensor:
-    """The memory of a slot as a tensor of this shape and type."""
-    values = torch.frombuffer(arena, dtype=like.dtype, count=like.numel(), offset=offset)
-    return values.view(like.shape)
 
 
 class _Posted:

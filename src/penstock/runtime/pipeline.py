@@ -198,7 +198,8 @@ class Pipeline:
                 error.add_note(f"in {_describe(step.current)}, on rank {program.rank}")
             raise
         if losses is not None:
-            losses[:] = [step.losses[mb] for mb in sorted(step.losses)]
+            found = [step.losses[mb] for mb in sorted(step.losses)]
+            losses[:] = [x.detach() if isinstance(x, torch.Tensor) else x for x in found]
         return [step.outputs[mb] for mb in sorted(step.outputs)] if keeps_outputs else None
 
     @contextmanager

@@ -107,6 +107,7 @@ class Step:
     _made: dict[Input, Message] = field(default_factory=dict)
     _in_flight: dict[tuple[StageId, MicrobatchId], _InFlight] = field(default_factory=dict)
     _pending: dict[tuple[StageId, MicrobatchId], WeightBackward] = field(default_factory=dict)
+    _seed: Tensor | None = None
     _outside_grads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def run_all(self) -> None:
@@ -208,7 +209,7 @@ class Step:
         with torch.set_grad_enabled(self.has_backward):
             target = self.batch.targets[mb] if self.batch.targets else None
             loss = self.settings.loss_fn(outputs, target, **self.batch.loss_kwargs)
-        self.losses[mb] = loss.detach() if isinstance(loss, Tensor) else loss
+        self.losses[mb] = loss
         if not self.has_backward:
             return None
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -223,7 +224,7 @@ class Step:
                 "outputs do, so nothing would be trained. Compute it from the outputs, without "
                 "detach() or item()."
             )
-        return loss / len(self.batch.args) if self.settings.scale_grads else loss
+        return loss
 
     def _take_activation(self, key: Input) -> tuple[list[Any], tuple[Any, ...]]:
         """The leaves that a forward differentiates by, and its arguments made of them."""
@@ -265,7 +266,7 @@ class Step:
         outputs = flight.stage_pass.outputs
         if flight.loss is not None:
             if flight.loss.requires_grad:
-                return flight.stage_pass.backward(None, flight.loss)
+                return flight.stage_pass.backward(self._seed_of(flight.loss), flight.loss)
         else:
             assert task.needs is not None
             assert flight.structure is not None
@@ -273,8 +274,15 @@ class Step:
             grads = [next(arriving) if needs_grad(leaf) else None for leaf in flight.outputs]
             if any(grad is not None for grad in grads):
                 arguments = unflatten(grads, flight.structure)
-                return flight.stage_pass.backward(as_outputs(arguments, outputs), None)
+                return flight.stage_pass.backward(as_outputs(arguments, outputs))
         return (None,) * len(flight.stage_pass.inputs), do_nothing
+
+    def _seed_of(self, loss: Tensor) -> Tensor:
+        """The gradient that a backward begins with: this microbatch's share in the whole."""
+        if self._seed is None or self._seed.dtype != loss.dtype or self._seed.shape != loss.shape:
+            share = 1 / len(self.batch.args) if self.settings.scale_grads else 1.0
+            self._seed = torch.full_like(loss, share, requires_grad=False)
+        return self._seed
 
     def _take_gradient(self, key: Input) -> list[Tensor | None]:
         """The gradients of those outputs that need one, in order; None if nobody used it."""

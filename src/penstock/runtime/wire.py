@@ -57,7 +57,9 @@ class Wire:
             form.check(self._place(key), leaves, structure)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                values = leaf.detach().resolve_conj().resolve_neg().contiguous()
+                values = leaf.detach()
+                if not values.is_contiguous() or values.is_conj() or values.is_neg():
+                    values = values.resolve_conj().resolve_neg().contiguous()
                 self._send_tensor(key, values, outbox, receiver)
 
     def receive(self, key: Input) -> tuple[Form, list[Tensor]]:

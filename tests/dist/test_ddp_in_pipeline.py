@@ -1,0 +1,74 @@
+"""Stages wrapped in DistributedDataParallel: two pipelines of two ranks, which share gradients.
+
+Ranks 0 and 1 are one pipeline, ranks 2 and 3 the other; each gets half of the batch.
+"""
+
+import gc
+
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from local_steps import mean_square
+from penstock import Pipeline, schedules
+from staged_models import MODELS, StepRecord, make_optimizer, named_grads, train_unsplit
+from training import assert_close, assert_same_grads, make_stages
+from worker_pool import WorkerPool
+
+pytestmark = pytest.mark.dist
+
+SIZE, NUM_STEPS = 16, 3
+
+
+def _train(world: dist.ProcessGroup, name: str) -> list[StepRecord]:
+    rank = dist.get_rank()
+    pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    try:
+        return _train_in(pipelines[rank // 2], replicas[rank % 2], rank // 2, name)
+    finally:
+        gc.collect()  # A reducer is in a cycle, and with it lives its group.
+        for group in (pipelines[rank // 2], replicas[rank % 2]):
+            dist.destroy_process_group(group)
+
+
+def _train_in(
+    pipeline_group: dist.ProcessGroup, replica_group: dist.ProcessGroup, replica: int, name: str
+) -> list[StepRecord]:
+    model = MODELS["mlp"]
+    schedule = schedules.get(name)(num_ranks=2, num_microbatches=4)
+    held = schedule.placement.stages_of(dist.get_rank(pipeline_group))
+    own = {index: model.stage(index, schedule.num_stages) for index in held}
+    wrapped = [
+        DistributedDataParallel(own[index], process_group=replica_group, bucket_cap_mb=0.0005)
+        if index in own
+        else None
+        for index in range(schedule.num_stages)
+    ]
+    stages = make_stages(pipeline_group, wrapped, held)
+    pipeline = Pipeline(stages, schedule, loss_fn=mean_square, timeout=20)
+    optimizer = make_optimizer(own.values(), SIZE, "mean")
+    records = []
+    for step in range(NUM_STEPS):
+        args, _, target = model.batch(SIZE, step)
+        half = slice(replica * SIZE // 2, (replica + 1) * SIZE // 2)
+        optimizer.zero_grad()
+        outputs = pipeline.step(args[0][half], target=target[half])
+        records.append(StepRecord(outputs, [], named_grads(own)))
+        optimizer.step()
+    return records
+
+
+@pytest.mark.parametrize(
+    "name", ["GPipe", "1F1B", "ZB-H1", "InterleavedZeroBubble", "ZB-V", "DualPipeV"]
+)
+def test_gradients_are_averaged_over_the_pipelines(name: str, pool: WorkerPool) -> None:
+    results = pool.run(4, _train, name)
+    num_stages = 2 * schedules.get(name).stages_per_rank
+    expected = train_unsplit("mlp", num_stages, SIZE, "mean", NUM_STEPS)
+    for step, wanted in enumerate(expected):
+        for replica in (0, 1):
+            ranks = [results[2 * replica + rank][step] for rank in (0, 1)]
+            assert_same_grads(f"step {step}", wanted.grads, [record.grads for record in ranks])
+            (outputs,) = (record.outputs for record in ranks if record.outputs is not None)
+            assert_close("outputs", wanted.outputs.tensor_split(2)[replica], outputs)

@@ -1,0 +1,63 @@
+"""Every schedule trains every model as if it were not split: outputs, losses, gradients.
+
+All ranks are in this process; `tests/dist/test_numerics_on_processes.py` has the same over gloo.
+"""
+
+import pytest
+
+import penstock
+from penstock import compat, schedules
+from staged_models import MODELS
+from training import (
+    CLASS_NAMES,
+    TRAINING_NAMES,
+    Run,
+    assert_evaluates_like_unsplit,
+    assert_like_unsplit,
+    evaluate,
+    train,
+)
+
+RANKS = [1, 2, 4]
+
+
+def check(run: Run) -> None:
+    assert_like_unsplit(run, penstock.local_ranks(run.num_ranks, train, run))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("schedule", TRAINING_NAMES)
+def test_registered_schedule_trains_as_unsplit(schedule: str, model: str, num_ranks: int) -> None:
+    check(Run(model, schedule, num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("schedule", CLASS_NAMES)
+def test_drop_in_class_trains_uneven_batches_as_unsplit(
+    schedule: str, model: str, num_ranks: int
+) -> None:
+    check(Run(model, schedule, num_ranks, is_even=False))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("schedule", TRAINING_NAMES)
+def test_step_and_eval_alternate(schedule: str, num_ranks: int) -> None:
+    check(Run("many", schedule, num_ranks, evaluates=True))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("is_even", [True, False])
+def test_forward_only_schedule_evaluates_as_unsplit(
+    model: str, num_ranks: int, is_even: bool
+) -> None:
+    run = Run(model, "ForwardOnly", num_ranks, is_even=is_even)
+    assert_evaluates_like_unsplit(run, penstock.local_ranks(num_ranks, evaluate, run))
+
+
+def test_every_registered_schedule_that_trains_is_here() -> None:
+    assert {"ForwardOnly"} == set(schedules.names()) - set(TRAINING_NAMES)
+    assert set(CLASS_NAMES) < set(compat.__all__)
+    assert 11 <= len(CLASS_NAMES)

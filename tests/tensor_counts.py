@@ -1,0 +1,42 @@
+"""How many tensors are alive, and how much memory this process has."""
+
+import gc
+import os
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+
+
+def live_tensors(*, but: Iterable[Tensor] = ()) -> list[Tensor]:
+    """The tensors that Python knows of, without those in `but`."""
+    gc.collect()
+    known = {id(tensor) for tensor in but}
+    # By type(): isinstance() asks the objects, some of which are there to warn whoever asks.
+    return [x for x in gc.get_objects() if issubclass(type(x), Tensor) and id(x) not in known]
+
+
+def weights_and_grads(modules: Iterable[nn.Module]) -> list[Tensor]:
+    params = [param for module in modules for param in module.parameters()]
+    return params + [param.grad for param in params if param.grad is not None]
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth_of(
+    step: Callable[[], object], *, num_steps: int = 300, num_warm: int = 60
+) -> tuple[int, int]:
+    """Runs many steps; returns by how many tensors and bytes the process grew after a warm-up.
+
+    The warm-up is for what is made once: buffers of the allocator, caches of torch and Python.
+    """
+    for _ in range(num_warm):
+        step()
+    tensors, memory = len(live_tensors()), resident_bytes()
+    for _ in range(num_steps - num_warm):
+        step()
+    growth = len(live_tensors()) - tensors, resident_bytes() - memory
+    step()  # Ranks in one process may have begun the next step both times, or neither.
+    return growth
