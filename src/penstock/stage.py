@@ -60,6 +60,12 @@ class PipelineStage:
         self._output_args = _as_examples("output_args", output_args, output_grads)
         self._engine: SplitEngine | None = None
         self._ddp = submodule if isinstance(submodule, DistributedDataParallel) else None
+        if self._ddp is not None and self._ddp.find_unused_parameters:
+            raise StageError(
+                f"stage {stage_index} is wrapped in DistributedDataParallel with "
+                "find_unused_parameters=True, which looks for them in a graph that a pipeline "
+                "does not give it. Leave that out, and let every parameter be used."
+            )
 
     @property
     def is_first(self) -> bool:
@@ -238,18 +244,24 @@ def _as_examples(name: str, args: Examples, grads: Any) -> tuple[Tensor, ...] | 
     """The examples as a tuple, checked against those of their gradients."""
     if args is None:
         return None
-    examples = (args,) if isinstance(args, Tensor) else tuple(args)
+    examples = tuple(args) if isinstance(args, Sequence) else (args,)
     for example in examples:
         if not isinstance(example, Tensor):
             raise StageError(
                 f"{name} holds a {type(example).__name__}. "
                 "Expected tensors like those of one microbatch; they may be on the meta device."
             )
-    found = (grads,) if isinstance(grads, Tensor) else tuple(grads or ())
+    found = tuple(grads) if isinstance(grads, Sequence) else (grads,)
     for number, (example, grad) in enumerate(zip(examples, found, strict=False)):
-        if grad is not None and (grad.shape, grad.dtype) != (example.shape, example.dtype):
+        if grad is None:
+            continue
+        if not isinstance(grad, Tensor) or (grad.shape, grad.dtype) != (
+            example.shape,
+            example.dtype,
+        ):
+            got = describe(grad) if isinstance(grad, Tensor) else f"a {type(grad).__name__}"
             raise StageError(
-                f"{name}[{number}] is {describe(example)}, but its gradient is {describe(grad)}. "
+                f"{name}[{number}] is {describe(example)}, but its gradient is {got}. "
                 "A gradient has the shape and dtype of its tensor."
             )
     return examples
@@ -263,19 +275,18 @@ def _check_like(examples: tuple[Tensor, ...], values: Any, place: str) -> None:
             "Give the stage examples of all its tensors, or none."
         )
     for number, (example, tensor) in enumerate(zip(examples, found, strict=True)):
-        check_tensor(f"{place} {number}", example, tensor)
+        remedy = "Give the stage examples like its tensors, or none."
+        check_tensor(f"{place} {number}", example, tensor, remedy)
 
 
-def check_tensor(place: str, expected: Any, tensor: Tensor) -> None:
+def check_tensor(place: str, expected: Any, tensor: Tensor, remedy: str) -> None:
     """Raises if a tensor has not the expected shape and dtype; says where."""
     if tensor.shape != expected.shape:
         raise PipeliningShapeError(
             f"{place}: shape mismatch: expected {tuple(expected.shape)}, "
-            f"got {tuple(tensor.shape)}. Give all steps batches of one size, or make the stages "
-            "with dynamic_shapes=True."
+            f"got {tuple(tensor.shape)}. {remedy}"
         )
     if tensor.dtype != expected.dtype:
         raise PipeliningShapeError(
-            f"{place}: dtype mismatch: expected {expected.dtype}, got {tensor.dtype}. "
-            "Convert it in the stage, or make the stages with dynamic_shapes=True."
+            f"{place}: dtype mismatch: expected {expected.dtype}, got {tensor.dtype}. {remedy}"
         )

@@ -144,6 +144,58 @@ def test_who_waits_for_one_process_sends_what_another_had_no_room_for() -> None:
     assert not thread.is_alive()
 
 
+def test_arenas_stay_small_though_each_message_is_larger_than_all_before(ends: Ends) -> None:
+    """The number of slots doubled with each record size: terabytes after some twenty of them."""
+    before = torch.zeros(0)
+    for pages in range(1, 120):
+        before = torch.ones(pages * 1024)  # A page is 4 KiB.
+        ends[0].send(before)
+        receive(ends[1], before)
+    arenas = ends[0]._outgoing.arenas
+    assert len(arenas) <= 8
+    assert sum(len(arena.memory) for arena in arenas) < 4 * before.nbytes
+
+
+def test_wait_for_a_send_ends_when_the_socket_has_taken_it(ends: Ends) -> None:
+    """A rank that had nothing to wait for left a step with packets that nobody would send."""
+    count, like = 1000, torch.empty(1, dtype=torch.int64)
+    works = [ends[0].send(torch.tensor([number])) for number in range(count)]
+    assert ends[0].num_flushed() < count
+    received = []
+    thread = threading.Thread(
+        target=lambda: received.extend(receive(ends[1], like).item() for _ in range(count))
+    )
+    thread.start()
+    works[-1].wait(TIMEOUT_S)
+    assert count == ends[0].num_flushed()
+    thread.join(TIMEOUT_S)
+    assert list(range(count)) == received
+
+
+def test_wait_for_a_send_that_nobody_takes_ends_in_time(ends: Ends) -> None:
+    works = [ends[0].send(torch.ones(1)) for _ in range(1000)]
+    with pytest.raises(TimeoutError):
+        works[-1].wait(0.05)
+
+
+def test_close_reaches_the_other_end_though_a_forked_process_has_a_copy(ends: Ends) -> None:
+    """A data loader's workers, say: the other end got no end of file, and waited its time out."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # Until the parent is done.
+        os._exit(0)
+    try:
+        ends[0].close()
+        with pytest.raises(ConnectionError):
+            receive(ends[1], torch.empty(3))
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
 def test_closed_end_is_told_at_once_but_what_was_sent_still_arrives(ends: Ends) -> None:
     ends[0].send(torch.ones(3))
     ends[0].close()

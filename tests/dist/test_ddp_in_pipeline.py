@@ -7,10 +7,11 @@ import gc
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from local_steps import mean_square
-from penstock import Pipeline, schedules
+from penstock import Pipeline, PipelineStage, StageError, schedules
 from staged_models import MODELS, StepRecord, make_optimizer, named_grads, train_unsplit
 from training import assert_close, assert_same_grads, make_stages
 from worker_pool import WorkerPool
@@ -72,3 +73,24 @@ def test_gradients_are_averaged_over_the_pipelines(name: str, pool: WorkerPool) 
             assert_same_grads(f"step {step}", wanted.grads, [record.grads for record in ranks])
             (outputs,) = (record.outputs for record in ranks if record.outputs is not None)
             assert_close("outputs", wanted.outputs.tensor_split(2)[replica], outputs)
+
+
+def _wrap_and_look_for_unused(group: dist.ProcessGroup) -> str:
+    wrapped = DistributedDataParallel(
+        nn.Linear(2, 2), process_group=group, find_unused_parameters=True
+    )
+    try:
+        PipelineStage(wrapped, 0, 1, "cpu", group=group)
+    except StageError as error:
+        return str(error)
+    finally:
+        del wrapped
+        gc.collect()
+    return ""
+
+
+def test_stage_whose_wrapper_looks_for_unused_parameters_is_rejected(pool: WorkerPool) -> None:
+    (message,) = pool.run(1, _wrap_and_look_for_unused)
+    assert message.startswith(
+        "stage 0 is wrapped in DistributedDataParallel with find_unused_parameters=True"
+    )

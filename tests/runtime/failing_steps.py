@@ -16,7 +16,8 @@ from penstock import (
 )
 
 mse_loss = nn.functional.mse_loss
-SAME_SIZE = "Give all steps batches of one size, or make the stages with dynamic_shapes=True."
+AS_BEFORE = "Keep it the same in all steps, or make the stages with dynamic_shapes=True."
+LIKE_EXAMPLES = "Give the stage examples like its tensors, or none."
 
 
 class Layer(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from failing_steps import (
-    SAME_SIZE,
+    AS_BEFORE,
     Layer,
     errors_of,
     mse_loss,
@@ -27,22 +27,21 @@ from penstock import (
     local_ranks,
 )
 
-AS_BEFORE = "Keep it the same in all steps, or make the stages with dynamic_shapes=True."
 CHANGES: dict[str, tuple[Callable[[Tensor, int], Any], str]] = {
     "shape": (
         lambda y, call: y if call <= 4 else y[:1],
         "stage 0, microbatch 0: output 0: shape mismatch: expected (2, 4), got (1, 4). "
-        + SAME_SIZE,
+        + AS_BEFORE,
     ),
     "shape of a later microbatch": (
         lambda y, call: y if call <= 5 else y[:, :0],
         "stage 0, microbatch 1: output 0: shape mismatch: expected (2, 4), got (2, 0). "
-        + SAME_SIZE,
+        + AS_BEFORE,
     ),
     "dtype": (
         lambda y, call: y if call <= 4 else y.double(),
         "stage 0, microbatch 0: output 0: dtype mismatch: expected torch.float32, got "
-        "torch.float64. Convert it in the stage, or make the stages with dynamic_shapes=True.",
+        f"torch.float64. {AS_BEFORE}",
     ),
     "number": (
         lambda y, call: (y, y) if call <= 4 else (y,),

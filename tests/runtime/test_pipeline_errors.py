@@ -31,7 +31,7 @@ from penstock.ir import Backward, Forward
 def test_a_timeout_that_is_not_positive_is_rejected(timeout: Any) -> None:
     assert_rejected(
         StageError,
-        f"timeout is {timeout!r}. Expected seconds, more than 0.",
+        f"timeout is {timeout!r}. Expected seconds, more than 0 and at most a year.",
         lambda group: Pipeline(alone()(group), "1F1B", n_microbatches=2, timeout=timeout),
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from failing_steps import (
-    SAME_SIZE,
+    LIKE_EXAMPLES,
     Layer,
     alone,
     assert_rejected,
@@ -17,6 +17,7 @@ from failing_steps import (
 from split_model import CPU, make_schedule
 from torch import Tensor, nn
 
+import penstock
 from penstock import (
     CommError,
     LocalGroup,
@@ -107,24 +108,22 @@ def test_examples_on_the_meta_device_and_gradients_that_fit_are_accepted() -> No
         (
             {"input_args": torch.ones(3, 4)},
             f"stage 1, microbatch 0: input 0: shape mismatch: expected (3, 4), got (2, 4). "
-            f"{SAME_SIZE}",
+            f"{LIKE_EXAMPLES}",
         ),
         (
             {"output_args": (torch.ones(2, 5),)},
             f"stage 1, microbatch 0: output 0: shape mismatch: expected (2, 5), got (2, 4). "
-            f"{SAME_SIZE}",
+            f"{LIKE_EXAMPLES}",
         ),
         (
             {"input_args": torch.ones(2, 4).double()},
             "stage 1, microbatch 0: input 0: dtype mismatch: expected torch.float64, "
-            "got torch.float32. Convert it in the stage, or make the stages with "
-            "dynamic_shapes=True.",
+            f"got torch.float32. {LIKE_EXAMPLES}",
         ),
         (
             {"output_args": torch.ones(2, 4).bfloat16()},
             "stage 1, microbatch 0: output 0: dtype mismatch: expected torch.bfloat16, "
-            "got torch.float32. Convert it in the stage, or make the stages with "
-            "dynamic_shapes=True.",
+            f"got torch.float32. {LIKE_EXAMPLES}",
         ),
         (
             {"input_args": (torch.ones(2, 4), torch.ones(2, 4))},
@@ -163,7 +162,8 @@ def test_a_microbatch_unlike_the_examples_is_rejected_before_anything_is_sent(
 
 def test_an_evaluation_is_checked_against_the_examples_too() -> None:
     message = (
-        f"stage 0, microbatch 0: input 0: shape mismatch: expected (9, 4), got (2, 4). {SAME_SIZE}"
+        "stage 0, microbatch 0: input 0: shape mismatch: expected (9, 4), got (2, 4). "
+        f"{LIKE_EXAMPLES}"
     )
     stage_of = alone(input_args=torch.ones(9, 4))
 
@@ -177,3 +177,12 @@ def test_both_names_are_one_error_which_is_a_runtime_error() -> None:
     assert PipeliningMetadataError is PipeliningShapeError
     assert issubclass(PipeliningShapeError, PipelineError)
     assert issubclass(PipeliningShapeError, RuntimeError)
+
+
+@pytest.mark.parametrize("kind", [penstock.PipelineScheduleSingle, penstock.PipelineScheduleMulti])
+def test_a_base_of_schedules_is_not_made_itself(kind: type) -> None:
+    message = (
+        f"{kind.__name__} is the base of schedules, and none itself. Use a class such as "
+        "Schedule1F1B, or penstock.Pipeline."
+    )
+    assert_rejected(StageError, message, lambda group: kind(alone()(group), 2))

@@ -138,6 +138,32 @@ def test_a_batch_cut_into_another_number_of_microbatches_is_rejected(
     )
 
 
+@pytest.mark.parametrize(("name", "kind"), [("args", "tuple"), ("kwargs", "dict")])
+def test_a_microbatch_that_is_no_tuple_or_dict_is_rejected(name: str, kind: str) -> None:
+    """A tensor was spread over the stage's arguments, row by row."""
+    message = (
+        f"{name}[0] is a Tensor. Expected a {kind} for each microbatch: what the stage is "
+        "called with."
+    )
+    values = {name: [torch.ones(1, 4)] * 2}
+    assert_rejected(
+        StageError, message, lambda group: pipeline_of(group, Layer()).step_microbatches(**values)
+    )
+
+
+def test_a_closed_pipeline_is_not_used_again() -> None:
+    def main(group: LocalGroup) -> None:
+        pipeline = pipeline_of(group, Layer())
+        train(pipeline)
+        pipeline.close()
+        train(pipeline)
+
+    message = (
+        "rank 0: this pipeline is at its end (it was closed). Make a new pipeline on all ranks."
+    )
+    assert_rejected(CommError, message, main)
+
+
 def test_a_batch_that_is_too_small_fails_on_all_ranks() -> None:
     def main(group: LocalGroup) -> None:
         pipeline = pipeline_of(group, Layer(), Layer(), m=3)
@@ -165,8 +191,10 @@ def test_a_pipeline_that_failed_is_not_used_again() -> None:
 
     local_ranks(2, main)
     note = "in 1F0 (forward of microbatch 0 on stage 1), on rank 1"
-    end = "and its ranks are no longer in step. Make a new pipeline on all ranks."
-    expected = f"this pipeline failed in an earlier step (Boom: call 1, {note}), {end}"
+    expected = (
+        f"rank 1: this pipeline is at its end (Boom: call 1, {note}). "
+        "Make a new pipeline on all ranks."
+    )
     assert [expected] * 3 == told[1]
     assert all(f"because rank 1 failed: Boom: call 1, {note}, in 0B0" in text for text in told[0])
 

@@ -49,6 +49,10 @@ class AbstractComm(ABC):
         Ranks that wait for others learn it when those have given up in turn.
         """
 
+    @abstractmethod
+    def close(self) -> None:
+        """End all connections; nobody may be waiting for this rank any more."""
+
 
 class Work(Protocol):
     """A tensor on its way over a link."""

@@ -216,6 +216,9 @@ class _LoopbackComm(AbstractComm):
     def fail(self, report: str) -> None:
         self._line.fail(f"rank {self.rank} failed: {report}")
 
+    def close(self) -> None:
+        """There is nothing to end: the mailboxes go with the threads."""
+
 
 class _Sent:
     def wait(self, described: Described) -> None:
@@ -255,6 +258,9 @@ class _Mailbox:
         if self._sent and self._posted:
             posted = self._posted.popleft()
             assert posted.tensor is not None
+            sent = self._sent.popleft()
+            # As strict as a real link: copy_ would broadcast and convert.
+            assert (sent.shape, sent.dtype) == (posted.tensor.shape, posted.tensor.dtype)
             with torch.no_grad():
-                posted.tensor.copy_(self._sent.popleft())
+                posted.tensor.copy_(sent)
             posted.tensor = None

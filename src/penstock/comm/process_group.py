@@ -22,10 +22,17 @@ from penstock.comm import shared_memory
 from penstock.comm.base import AbstractComm, Described, Link, Transfer, Work
 from penstock.comm.links import GlooLink, NcclLink
 from penstock.comm.shared_memory import SharedMemoryLink
-from penstock.errors import CommError, DeadlineError, StageError
+from penstock.errors import (
+    AgreementError,
+    CommError,
+    DeadlineError,
+    PipelineError,
+    StageError,
+)
 from penstock.ir import Rank
 
 _FAILURE = "failure"
+_GAVE_UP = "gave up"
 # How long a rank whose connection broke looks for a report of why.
 _REPORT_GRACE_S = 2.0
 
@@ -49,33 +56,52 @@ class ProcessGroupComm(AbstractComm):
         made = f"penstock/made by rank {self.rank}"
         number = store.add(made, 1)
         self._store = distributed_c10d.PrefixStore(f"penstock/{number}", store)
-        self._num_gathers = 0
+        self._gathered: list[str] = []
         self._is_open = True
         self._links: dict[Rank, Link] = {}
         try:
             self._open_links(device)
-        except (OSError, RuntimeError) as exc:
-            store.add(made, -1)  # The next attempt meets that of a rank which missed this one.
-            if isinstance(exc, CommError):
+        except BaseException as exc:
+            # The next attempt meets that of a rank which missed this one.
+            with contextlib.suppress(RuntimeError):
+                store.add(made, -1)
+                for key in self._gathered:
+                    self._put(key, _GAVE_UP)
+            self.close()
+            if isinstance(exc, PipelineError) or not isinstance(exc, OSError | RuntimeError):
                 raise
             raise self._explain(exc, "a connection to each other rank", 0.0) from exc
 
     def gather(self, value: Any) -> list[Any]:
         """By way of the store: values are few and small, and their sizes differ."""
-        keys = [f"gathered {self._num_gathers} from rank {rank}" for rank in range(self.num_ranks)]
-        self._num_gathers += 1
-        pickled = pickle.dumps(value)
-        self._store.set(keys[self.rank], pickled)  # type: ignore[arg-type]  # takes bytes too
-        began_s = time.monotonic()
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
-        except RuntimeError as exc:
+        number = len(self._gathered)
+        keys = [f"gathered {number} from rank {rank}" for rank in range(self.num_ranks)]
+        self._gathered.append(keys[self.rank])
+        self._put(keys[self.rank], value)
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.001)
+            try:
+                self._store.wait(keys, timedelta(seconds=left_s))
+                values = [pickle.loads(self._store.get(key)) for key in keys]
+            except RuntimeError as exc:
+                awaited = f"{self._name_absent(keys)} to begin a first step with the same pipeline"
+                raise self._explain(exc, awaited, self._timeout_s) from exc
+            if _GAVE_UP not in values:
+                return values
+            time.sleep(0.05)  # A rank that gave up may come again.
+
+    def _name_absent(self, keys: list[str]) -> str:
+        with contextlib.suppress(RuntimeError):  # The process that keeps the store may have ended.
             absent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-            self._store.delete_key(keys[self.rank])  # Who comes later finds nobody waiting.
-            who = f"ranks {', '.join(absent)}" if len(absent) > 1 else f"rank {absent[0]}"
-            awaited = f"{who} to begin a first step with the same pipeline"
-            raise self._explain(exc, awaited, time.monotonic() - began_s) from exc
-        return [pickle.loads(self._store.get(key)) for key in keys]
+            if len(absent) == 1:
+                return f"rank {absent[0]}"
+            if absent:
+                return f"ranks {', '.join(absent)}"
+        return "all ranks"
+
+    def _put(self, key: str, value: Any) -> None:
+        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes too
 
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
         try:
@@ -96,45 +122,39 @@ class ProcessGroupComm(AbstractComm):
         with contextlib.suppress(RuntimeError):  # The process that keeps the store may have ended.
             # The first report stays: the others follow from it.
             self._store.compare_set(_FAILURE, "", f"rank {self.rank} failed: {report}")
+        self.close()
+
+    def close(self) -> None:
         for link in self._links.values():
             link.close()
 
     def _open_links(self, device: torch.device) -> None:
-        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        if device.type == "cuda":
-            self.gather(None)  # Or a rank that never comes would be NCCL's to tell.
-            # In the order of pairs, so that no two ranks wait for each other.
-            for other in others:
-                self._links[other] = NcclLink(self._store, self.rank, other, self._timeout_s)
-        elif device.type == "cpu":
-            self._open_cpu_links(others)
-        else:
+        if device.type not in ("cpu", "cuda"):
             raise StageError(
                 f"device is {device}, and there are no channels for {device.type}. "
                 "Put the stages on cpu or cuda."
             )
-
-    def _open_cpu_links(self, others: list[Rank]) -> None:
         machine = shared_memory.find_machine()
-        if os.environ.get("PENSTOCK_SHARED_MEMORY") == "0":
+        if device.type != "cpu" or os.environ.get("PENSTOCK_SHARED_MEMORY") == "0":
             machine = ""
         listener = shared_memory.Listener() if machine else None
-        addresses = self.gather((machine, listener.name if listener else b""))
+        gathered = self.gather((device.type, machine, listener.name if listener else b""))
+        device_types = [device_type for device_type, _, _ in gathered]
+        if len(set(device_types)) > 1:
+            given = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(device_types))
+            raise AgreementError(
+                f"the ranks disagree on the device of their stages ({given}). Expected one kind: "
+                "make the stages with the same device everywhere."
+            )
+        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        if device.type == "cuda":
+            for other in others:
+                self._links[other] = NcclLink(self._store, self.rank, other, self._timeout_s)
+            return
         if listener is not None:
-            near = [rank for rank in others if addresses[rank][0] == machine]
-            sockets = {
-                rank: shared_memory.connect(addresses[rank][1], self.rank, self._timeout_s)
-                for rank in near
-                if rank < self.rank
-            }
-            while len(sockets) < len(near):
-                rank, connection = listener.accept(self._timeout_s)
-                sockets[rank] = connection
-            listener.close()
-            family: WeakSet[SharedMemoryLink] = WeakSet()
-            for rank, connection in sockets.items():
-                self._links[rank] = SharedMemoryLink(connection, family)
-        machines = {machine for machine, _ in addresses}
+            names = {rank: gathered[rank][2] for rank in others if gathered[rank][1] == machine}
+            self._open_shared_memory(listener, names)
+        machines = {found for _, found, _ in gathered}
         if machines == {""} or len(machines) > 1:  # All ranks know it, so all make the group.
             group = distributed_c10d.ProcessGroupGloo(
                 distributed_c10d.PrefixStore("gloo", self._store),
@@ -144,6 +164,25 @@ class ProcessGroupComm(AbstractComm):
             )
             for rank in others:
                 self._links.setdefault(rank, GlooLink(group, rank))
+
+    def _open_shared_memory(
+        self, listener: shared_memory.Listener, names: dict[Rank, bytes]
+    ) -> None:
+        """Links to the processes that listen under these names: one of each pair connects."""
+        family: WeakSet[SharedMemoryLink] = WeakSet()
+        deadline_s = time.monotonic() + self._timeout_s
+        for rank, name in names.items():
+            if rank < self.rank:
+                connection = shared_memory.connect(name, self.rank, self._timeout_s)
+                self._links[rank] = SharedMemoryLink(connection, family)
+        while missing := [rank for rank in names if rank not in self._links]:
+            try:
+                rank, connection = listener.accept(max(deadline_s - time.monotonic(), 0.001))
+            except TimeoutError as exc:
+                who = ", ".join(map(str, missing))
+                raise self._explain(exc, f"rank {who} to connect", self._timeout_s) from exc
+            self._links[rank] = SharedMemoryLink(connection, family)
+        listener.close()
 
     def _explain(self, exc: Exception, awaited: str, waited_s: float) -> CommError:
         """Why a wait ended in an exception, in words."""

@@ -10,10 +10,14 @@ every message. A receiver that waits sleeps on the socket.
     use its slot again ◀─────── by shared memory ───── count the message as taken
 
 Slots are in *arenas*, files in memory; a new arena comes with the first packet that names it.
-Each has as many slots as all before it, so there are few, however many messages are under way.
+Each has as many slots as are in use already, so there are few, however many messages are under
+way; and at most twice the memory that the messages need. The count of messages taken is a plain
+store behind the copy, which is enough where stores are seen in order, as on x86.
 """
 
+import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import select
@@ -32,6 +36,9 @@ _PACKET = struct.Struct("=qqq")
 _NUMBER = struct.Struct("=q")
 _HEAD_BYTES = mmap.PAGESIZE
 """At the head of the first arena: how many messages have been taken."""
+
+
+_LONGEST_SLEEP_S = 3600.0
 
 
 class _Packet(NamedTuple):
@@ -63,6 +70,7 @@ class SharedMemoryLink(Link):
         self._outgoing = _Outgoing()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._arenas: list[_Arena] = []
+        self._num_sent = 0
         self._num_taken = 0
         self._posted: deque[_Posted] = deque()
 
@@ -73,22 +81,32 @@ class SharedMemoryLink(Link):
         # Not by torch, which takes ten times as long where all else is out of the cache.
         ctypes.memmove(address, tensor.data_ptr(), num_bytes)
         self._unsent.append((_PACKET.pack(slot.arena, slot.offset, num_bytes), files))
+        self._num_sent += 1
         self.flush()
-        return _COPIED
+        return _Sent(self, self._num_sent)
 
     def recv(self, tensor: Tensor) -> Work:
         self._posted.append(_Posted(self, tensor))
         return self._posted[-1]
 
     def close(self) -> None:
-        """The other end finds out at once, if it waits; what was sent can still be received."""
+        """The other end finds out at once, if it waits, though a forked process has a copy."""
+        with contextlib.suppress(OSError):  # It may be closed at the other end, or at both.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._release()
+
+    def __del__(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
         self._socket.close()
         for _, files in self._unsent:
             _close_all(files)
         self._unsent.clear()
 
-    def __del__(self) -> None:
-        self.close()
+    def num_flushed(self) -> int:
+        """How many messages the socket has taken."""
+        return self._num_sent - len(self._unsent)
 
     def flush(self) -> None:
         """Send packets that the socket had no room for: it takes some hundred."""
@@ -125,15 +143,18 @@ class SharedMemoryLink(Link):
     def _next_packet(self, deadline_s: float) -> tuple[_Packet, list[int]]:
         while True:
             try:
-                data, files, _, _ = socket.recv_fds(self._socket, _PACKET.size, 1)
+                data, files, flags, _ = socket.recv_fds(self._socket, _PACKET.size, 1)
             except BlockingIOError:
-                self._sleep(deadline_s)
+                self.sleep(deadline_s)
                 continue
             if not data:
                 raise ConnectionError("the other process closed its end")
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, "too many open files to receive another one")
             return _Packet(*_PACKET.unpack(data)), files
 
-    def _sleep(self, deadline_s: float) -> None:
+    def sleep(self, deadline_s: float) -> None:
+        """Until a message comes here, or a link of the family can send on."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("no message came in time")
@@ -143,7 +164,7 @@ class SharedMemoryLink(Link):
             link.flush()
             if link._unsent:
                 poll.register(link._socket, select.POLLIN * (link is self) | select.POLLOUT)
-        poll.poll(left_s * 1000)
+        poll.poll(min(left_s, _LONGEST_SLEEP_S) * 1000)
 
 
 class _Outgoing:
@@ -168,15 +189,19 @@ class _Outgoing:
         return slot, files
 
     def _find(self, num_bytes: int) -> _Slot | None:
+        """The smallest free slot that fits; of several the one used last, which is in the cache."""
         if self.arenas:
             (num_taken,) = _NUMBER.unpack_from(self.arenas[0].memory)
             while self._in_use and self._in_use[0][0] <= num_taken:
                 self._free.append(self._in_use.popleft()[1])
-        return next((slot for slot in self._free if slot.capacity >= num_bytes), None)
+        fitting = (slot for slot in reversed(self._free) if slot.capacity >= num_bytes)
+        return min(fitting, key=lambda slot: slot.capacity, default=None)
 
     def _add_arena(self, num_bytes: int) -> int:
-        capacity = max(-(-num_bytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        num_slots = max(len(self._free) + len(self._in_use), 1)
+        """As many slots as there are of this size; sizes are powers of two, so there are few."""
+        pages = max(-(-num_bytes // mmap.PAGESIZE), 1)
+        capacity = (1 << (pages - 1).bit_length()) * mmap.PAGESIZE
+        num_slots = max(sum(slot.capacity >= num_bytes for _, slot in self._in_use), 1)
         file = os.memfd_create("penstock")
         os.ftruncate(file, _HEAD_BYTES + num_slots * capacity)
         number = len(self.arenas)
@@ -215,12 +240,19 @@ class _Posted:
             self._link.fill_next(deadline_s)
 
 
-class _Copied:
+class _Sent:
+    """A message that has been copied; done when the socket has taken its packet."""
+
+    __slots__ = ("_link", "_number")
+
+    def __init__(self, link: SharedMemoryLink, number: int) -> None:
+        self._link = weakref.proxy(link)
+        self._number = number
+
     def wait(self, timeout_s: float) -> None:
-        """The message has been copied, so the sender's tensor is free."""
-
-
-_COPIED = _Copied()
+        deadline_s = time.monotonic() + timeout_s
+        while self._link.num_flushed() < self._number:
+            self._link.sleep(deadline_s)
 
 
 class Listener:
@@ -240,10 +272,10 @@ class Listener:
             connection, _ = self._socket.accept()
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             _, user, _ = struct.unpack("3i", credentials)
-            if user == os.getuid():
-                connection.settimeout(timeout_s)
-                (rank,) = _NUMBER.unpack(connection.recv(_NUMBER.size))
-                return rank, connection
+            connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
+            said = connection.recv(_NUMBER.size) if user == os.getuid() else b""
+            if len(said) == _NUMBER.size:
+                return _NUMBER.unpack(said)[0], connection
             connection.close()
 
     def close(self) -> None:
@@ -269,6 +301,6 @@ def find_machine() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
     except OSError:
         return ""

@@ -32,6 +32,7 @@ class PipelineScheduleSingle(Pipeline):
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
+        _check_is_no_base(type(self))
         if not isinstance(stage, PipelineStage):
             raise StageError(
                 f"stage is a {type(stage).__name__}. {type(self).__name__} takes one "
@@ -75,6 +76,7 @@ class PipelineScheduleMulti(Pipeline):
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
+        _check_is_no_base(type(self))
         if not backward_requires_autograd:
             raise StageError(
                 "backward_requires_autograd is False, but every backward here needs autograd. "
@@ -91,6 +93,14 @@ class PipelineScheduleMulti(Pipeline):
             scale_grads=scale_grads,
             on_grads_ready=on_grads_ready,
             timeout=timeout,
+        )
+
+
+def _check_is_no_base(kind: type) -> None:
+    if not hasattr(kind, "schedule_name"):
+        raise StageError(
+            f"{kind.__name__} is the base of schedules, and none itself. Use a class such as "
+            "Schedule1F1B, or penstock.Pipeline."
         )
 
 

@@ -74,10 +74,10 @@ class Form:
             )
         for number, (form, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             if not isinstance(form, TensorForm) or not isinstance(leaf, Tensor):
-                if form is not leaf and form != leaf:
+                if not _are_same(form, leaf):
                     raise _changed(f"{place} {number}", "value", form, leaf)
             elif leaf.shape != form.shape or leaf.dtype != form.dtype:
-                check_tensor(f"{place} {number}", form, leaf)
+                check_tensor(f"{place} {number}", form, leaf, _KEEP_FORM)
             elif leaf.requires_grad != form.requires_grad:
                 raise _changed(
                     f"{place} {number}", "requires_grad", form.requires_grad, leaf.requires_grad
@@ -136,6 +136,7 @@ def unflatten(leaves: Sequence[Any], structure: pytree.TreeSpec) -> tuple[Any, .
     return arguments
 
 
+_KEEP_FORM = "Keep it the same in all steps, or make the stages with dynamic_shapes=True."
 _LEAF_TYPES = (Tensor, TensorForm, NoneType)
 
 
@@ -144,8 +145,17 @@ def _plain_tuple(length: int) -> pytree.TreeSpec:
     return pytree.tree_structure((None,) * length)
 
 
+def _are_same(first: Any, second: Any) -> bool:
+    """Whether two values that are no tensors are equal; arrays and NaN do not tell by `==`."""
+    if first is second or type(first) is not type(second):
+        return first is second
+    return pickle.dumps(first) == pickle.dumps(second)
+
+
 def _changed(place: str, what: str, expected: Any, got: Any) -> PipeliningShapeError:
+    if isinstance(got, Tensor):
+        got = TensorForm.of(got)
     return PipeliningShapeError(
         f"{place}: {what} mismatch: expected {expected!r} as in the first step, got {got!r}. "
-        "Keep it the same in all steps, or make the stages with dynamic_shapes=True."
+        f"{_KEEP_FORM}"
     )

@@ -32,6 +32,7 @@ from penstock.runtime.wire import Wire
 from penstock.stage import PipelineStage
 
 DEFAULT_TIMEOUT_S = 600.0
+_LONGEST_TIMEOUT_S = 365 * 24 * 3600
 
 
 class Pipeline:
@@ -134,21 +135,29 @@ class Pipeline:
         loss_kwargs: dict[str, Any] | None = None,
     ) -> list[Any] | None:
         """As `step`, for a batch that comes already cut; the outputs are not merged either."""
-        self._check_grad_mode()
         with self._failing_together():
             batch = Batch(
-                self._check_count("args", args, ()),
-                self._check_count("kwargs", kwargs, {}),
-                [] if targets is None else self._check_count("targets", targets, None),
+                self._check_microbatches("args", args, tuple),
+                self._check_microbatches("kwargs", kwargs, dict),
+                [] if targets is None else self._check_microbatches("targets", targets, object),
                 loss_kwargs or {},
             )
             return self._run_batch(batch, self._has_backward, losses, return_outputs)
 
+    def close(self) -> None:
+        """End the connections to other ranks now; otherwise they end with the last reference."""
+        if self._comm is not None:
+            self._comm.close()
+            self._comm = None
+        self._failure = self._failure or "it was closed"
+
     def register_custom_function(self, kind: type[Action], function: CustomFunction) -> None:
         """Call `function(action, context)` in place of running each action of a kind.
 
-        `context.run(action)` runs it, or one half of an overlap; `context.stages` and
-        `context.batch` are what the step works on.
+        `context.run(action)` runs it, or one half of an overlap, and must be called;
+        `context.stages` and `context.batch` are what the step works on. The halves of an overlap
+        are not of their own kinds, and a compiled stage runs Backward where others run
+        BackwardInput.
         """
         if kind not in COMPUTE_TYPES:
             names = ", ".join(known.__name__ for known in COMPUTE_TYPES)
@@ -186,6 +195,11 @@ class Pipeline:
         self, batch: Batch, has_backward: bool, losses: list[Any] | None, return_outputs: bool
     ) -> list[Any] | None:
         assert self._comm is not None
+        if has_backward and not torch.is_grad_enabled():
+            raise StageError(
+                "step() was called where gradients are disabled, so there would be no backward. "
+                "Call it outside of torch.no_grad(), or call eval()."
+            )
         program = self._program if has_backward else self._forward_program
         forms = {} if self._is_dynamic else self._forms[has_backward]
         keeps_outputs = return_outputs and self._holds_last
@@ -207,8 +221,8 @@ class Pipeline:
         """Whatever is raised in here ends the step on all ranks."""
         if self._failure:
             raise CommError(
-                f"this pipeline failed in an earlier step ({self._failure}), and its ranks are no "
-                "longer in step. Make a new pipeline on all ranks."
+                f"rank {self._first.group_rank}: this pipeline is at its end ({self._failure}). "
+                "Make a new pipeline on all ranks."
             )
         try:
             if self._comm is None:
@@ -245,22 +259,21 @@ class Pipeline:
     def _holds_last(self) -> bool:
         return self.schedule.num_stages - 1 in self.stages
 
-    def _check_grad_mode(self) -> None:
-        if self._has_backward and not torch.is_grad_enabled():
-            raise StageError(
-                "step() was called where gradients are disabled, so there would be no backward. "
-                "Call it outside of torch.no_grad(), or call eval()."
-            )
-
-    def _check_count(self, name: str, values: list[Any] | None, default: Any) -> list[Any]:
+    def _check_microbatches(self, name: str, values: Any, kind: type) -> list[Any]:
         if values is None:
-            return [default] * self.num_microbatches
+            return [kind() for _ in range(self.num_microbatches)]
         if not isinstance(values, list) or len(values) != self.num_microbatches:
             got = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
             raise StageError(
                 f"{name} is {got}. Expected a list with one value for each of the "
                 f"{self.num_microbatches} microbatches of the schedule."
             )
+        for mb, value in enumerate(values):
+            if not isinstance(value, kind):
+                raise StageError(
+                    f"{name}[{mb}] is a {type(value).__name__}. Expected a {kind.__name__} for "
+                    "each microbatch: what the stage is called with."
+                )
         return values
 
     def _compiled_stages(self) -> set[int]:
@@ -333,8 +346,10 @@ def _as_schedule(
 
 
 def _check_timeout(timeout: float) -> float:
-    if not isinstance(timeout, int | float) or not timeout > 0:
-        raise StageError(f"timeout is {timeout!r}. Expected seconds, more than 0.")
+    if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST_TIMEOUT_S:
+        raise StageError(
+            f"timeout is {timeout!r}. Expected seconds, more than 0 and at most a year."
+        )
     return float(timeout)
 
 

@@ -48,9 +48,11 @@ class Wire:
         outbox.num_sent += 1
         form = self._forms.get(key)
         if form is None:
-            form = self._forms[key] = Form.of(leaves, structure)
+            self._check_dense(key, leaves)
+            form = Form.of(leaves, structure)
             if not self._is_void(key):
-                self._send_form(key, form, outbox, receiver)
+                form = self._send_form(key, form, outbox, receiver)
+            self._forms[key] = form
         else:
             if self._inputs.answered(key) is not None:
                 leaves = form.filled(leaves, self._device)
@@ -88,7 +90,17 @@ class Wire:
             _, key, _, transfer = outbox.sent.popleft()
             transfer.wait(partial(self._describe_send, key))
 
-    def _send_form(self, key: Input, form: Form, outbox: "_Outbox", receiver: Rank) -> None:
+    def _check_dense(self, key: Input, leaves: list[Any]) -> None:
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
+                raise StageError(
+                    f"{self._place(key)} {number} is of layout {leaf.layout} on {leaf.device}, "
+                    "which cannot be sent. Expected a dense tensor with values: convert it in the "
+                    "stage, with to_dense() say."
+                )
+
+    def _send_form(self, key: Input, form: Form, outbox: "_Outbox", receiver: Rank) -> Form:
+        """Returns the form as the receiver has it: the stage may change values of its own."""
         try:
             pickled = bytearray(pickle_form(form))
         except Exception as exc:
@@ -100,6 +112,7 @@ class Wire:
         size = torch.tensor([len(pickled)], device=self._device)
         self._send_tensor(key, size, outbox, receiver)
         self._send_tensor(key, body, outbox, receiver)
+        return Form.of_tree(pickle.loads(pickled))
 
     def _send_tensor(self, key: Input, tensor: Tensor, outbox: "_Outbox", receiver: Rank) -> None:
         transfer = self._comm.send(tensor, receiver)
