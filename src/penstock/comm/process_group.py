@@ -87,9 +87,13 @@ class ProcessGroupComm(AbstractComm):
             except RuntimeError as exc:
                 awaited = f"{self._name_absent(keys)} to begin a first step with the same pipeline"
                 raise self._explain(exc, awaited, self._timeout_s) from exc
-            if _GAVE_UP not in values:
+            if not any(isinstance(x, str) and x == _GAVE_UP for x in values):
                 return values
-            time.sleep(0.05)  # A rank that gave up may come again.
+            if time.monotonic() >= deadline_s:
+                gone = ", ".join(str(r) for r, x in enumerate(values) if isinstance(x, str))
+                awaited = f"rank {gone}, which has given up, to begin a first step again"
+                raise self._explain(TimeoutError(), awaited, self._timeout_s)
+            time.sleep(0.05)
 
     def _name_absent(self, keys: list[str]) -> str:
         with contextlib.suppress(RuntimeError):  # The process that keeps the store may have ended.

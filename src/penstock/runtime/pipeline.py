@@ -103,11 +103,6 @@ class Pipeline:
         last stage; ranks that do not hold it need not give it. All are cut into microbatches.
         `losses` is filled with the loss of each microbatch, `loss_kwargs` go to `loss_fn` whole.
         """
-        if self._has_backward and not torch.is_grad_enabled():
-            raise StageError(
-                "step() was called where gradients are disabled, so there would be no backward. "
-                "Call it outside of torch.no_grad(), or call eval()."
-            )
         return self._run(
             self._has_backward, args, kwargs, target, losses, return_outputs, loss_kwargs
         )
