@@ -94,6 +94,20 @@ class TimedStage(nn.Module):
         return Slow.apply(x, forward_s, input_s) + Slow.apply(self.weight, 0.0, weight_s)
 
 
+def time_plain_loop(case: Case, stages_per_rank: int) -> float:
+    """Work ÷ time of one rank's stages by autograd alone: no pipeline, nobody to wait for."""
+    stages = [TimedStage(case, stages_per_rank) for _ in range(stages_per_rank)]
+    x, grad = torch.randn(1, WIDTH, requires_grad=True), torch.ones(1, WIDTH)
+    times_s = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        for _ in range(case.m):
+            for stage in stages:
+                torch.autograd.backward(stage(x), grad)
+        times_s.append(time.perf_counter() - start_s)
+    return case.work_ms / 1e3 / min(times_s)
+
+
 def run_case(case: Case, entered: list[Contender], warm_up: int, rounds: int) -> Samples:
     """What every rank runs."""
     x = torch.randn(case.m, WIDTH, requires_grad=True)  # So that stage 0 has an I to do as well.
@@ -212,9 +226,12 @@ def summary(case: Case, rows: list[Row]) -> list[str]:
     torchs = [(row.torch, row.name) for row in rows]
     lean = [(row.ours, row.name) for row in rows if row.is_lean]
     ours = [(row.ours, row.name) for row in rows]
+    alone = time_plain_loop(case, 2)
     return [
         best(f"best of torch ({case.torch_before} when the goal was set)", torchs, 0.0),
         f"{'limit for two stages per rank':<52}{case.limit:.3f}",
+        f"{'the same stages in a plain loop, no pipeline':<52}{alone:.3f}",
+        f"{'the limit, for a runtime that takes no time itself':<52}{case.limit * alone:.3f}",
         f"{'goal':<52}{case.goal:.3f}",
         best("best of ours at no more memory than 1F1B", lean, case.goal),
         best("best of ours at any memory", ours, case.goal),

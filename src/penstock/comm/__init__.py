@@ -1,12 +1,12 @@
 """Channels between ranks: over torch.distributed, or within one process."""
 
-from penstock.comm.base import AbstractComm, Described, Transfer
+from penstock.comm.base import AbstractComm, Describe, Transfer
 from penstock.comm.loopback import LocalGroup, local_ranks
 from penstock.comm.process_group import ProcessGroupComm
 
 __all__ = [
     "AbstractComm",
-    "Described",
+    "Describe",
     "LocalGroup",
     "ProcessGroupComm",
     "Transfer",

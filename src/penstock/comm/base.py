@@ -8,14 +8,14 @@ from torch import Tensor
 
 from penstock.ir import Rank
 
-Described: TypeAlias = Callable[[], str]
+Describe: TypeAlias = Callable[[], str]
 """Says what is waited for, if anyone has to be told; not called otherwise."""
 
 
 class Transfer(Protocol):
     """A tensor on its way."""
 
-    def wait(self, described: Described) -> None:
+    def wait(self, described: Describe) -> None:
         """Return when it has arrived (a receive), or may be changed (a send); or raise."""
 
 
@@ -61,7 +61,7 @@ class Work(Protocol):
         """As a Transfer's; raises an OSError or RuntimeError as the link's medium does."""
 
 
-class Link(ABC):
+class AbstractLink(ABC):
     """This process's end of both channels between it and another one."""
 
     @abstractmethod

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from penstock.comm.base import Link, Work
+from penstock.comm.base import AbstractLink, Work
 from penstock.ir import Rank
 
 _TAG = 0
 _TAG_OF_NO_MESSAGE = 1
 
 
-class GlooLink(Link):
+class GlooLink(AbstractLink):
     """Shares one gloo group with all other links of its process.
 
     gloo keeps the messages of each ordered pair of ranks in order, and lets those of different
@@ -53,7 +53,7 @@ class _GlooWork:
         self._work.wait(timedelta(seconds=timeout_s))
 
 
-class NcclLink(Link):
+class NcclLink(AbstractLink):
     """Has a group for each direction.
 
     NCCL runs all that two ranks exchange in a group on one stream, where a send would wait for

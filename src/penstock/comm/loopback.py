@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.comm.base import AbstractComm, Described, Transfer
+from penstock.comm.base import AbstractComm, Describe, Transfer
 from penstock.errors import CommError, StageError
 from penstock.ir import Rank
 from penstock.ir.inputs import Channel
@@ -129,7 +129,7 @@ class _World:
             self._pass_on(rank)
 
     def wait_until(
-        self, rank: Rank, line: "_Line", is_ready: Callable[[], bool], described: Described
+        self, rank: Rank, line: "_Line", is_ready: Callable[[], bool], described: Describe
     ) -> None:
         """Let other ranks run until `is_ready()`."""
         if is_ready():
@@ -180,7 +180,7 @@ class _Line:
 class _Wait(NamedTuple):
     line: _Line
     is_ready: Callable[[], bool]
-    described: Described
+    described: Describe
 
 
 class _LoopbackComm(AbstractComm):
@@ -221,7 +221,7 @@ class _LoopbackComm(AbstractComm):
 
 
 class _Sent:
-    def wait(self, described: Described) -> None:
+    def wait(self, described: Describe) -> None:
         """The mailbox has a copy, so the sender's tensor is free."""
 
 
@@ -235,7 +235,7 @@ class _Posted:
         self.tensor: Tensor | None = tensor
         self._world, self._line, self._rank = world, line, rank
 
-    def wait(self, described: Described) -> None:
+    def wait(self, described: Describe) -> None:
         self._world.wait_until(self._rank, self._line, lambda: self.tensor is None, described)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from penstock.comm import shared_memory
-from penstock.comm.base import AbstractComm, Described, Link, Transfer, Work
+from penstock.comm.base import AbstractComm, AbstractLink, Describe, Transfer, Work
 from penstock.comm.links import GlooLink, NcclLink
 from penstock.comm.shared_memory import SharedMemoryLink
 from penstock.errors import (
@@ -58,7 +58,7 @@ class ProcessGroupComm(AbstractComm):
         self._store = distributed_c10d.PrefixStore(f"penstock/{number}", store)
         self._gathered: list[str] = []
         self._is_open = True
-        self._links: dict[Rank, Link] = {}
+        self._links: dict[Rank, AbstractLink] = {}
         try:
             self._open_links(device)
         except BaseException as exc:
@@ -224,7 +224,7 @@ class _LinkTransfer:
     def __init__(self, comm: ProcessGroupComm, work: Work) -> None:
         self._comm, self._work = comm, work
 
-    def wait(self, described: Described) -> None:
+    def wait(self, described: Describe) -> None:
         began_s = time.monotonic()
         try:
             self._work.wait(self._comm._timeout_s)

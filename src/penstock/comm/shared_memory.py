@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock.comm.base import Link, Work
+from penstock.comm.base import AbstractLink, Work
 
 _PACKET = struct.Struct("=qqq")
 _NUMBER = struct.Struct("=q")
@@ -53,7 +53,7 @@ class _Slot(NamedTuple):
     capacity: int
 
 
-class SharedMemoryLink(Link):
+class SharedMemoryLink(AbstractLink):
     """One end of a connection to another process; `connection` is a SEQPACKET socket.
 
     Who waits for one link sends what the others of its `family` had no room for: another rank
