@@ -7,6 +7,7 @@ import datetime
 import gc
 import json
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -123,6 +124,8 @@ def _main(
     env: dict[str, str],
 ) -> None:
     torch.set_num_threads(1)
+    # What a shell starts in the background ignores interrupts, and so do its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(env)
     dist.init_process_group(
         "gloo",
