@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from penstock.backward import ForwardPass, SplitEngine, stage_backward
+from penstock.backward.leaf_modules import is_compiled
 from penstock.backward.structure import describe, tensors_in
 from penstock.comm import LocalGroup
 from penstock.errors import PipeliningShapeError, StageError
@@ -81,10 +82,7 @@ class PipelineStage:
     @property
     def is_compiled(self) -> bool:
         """Whether a part of the module is compiled, so that its backward cannot be split."""
-        return any(
-            hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-            for module in self.submod.modules()
-        )
+        return any(map(is_compiled, self.submod.modules()))
 
     def check_inputs(self, mb: MicrobatchId, args: tuple[Any, ...]) -> None:
         """Raises if the arguments are not like the `input_args` that were given."""
@@ -154,7 +152,7 @@ class _SplitPass:
         leaves = pytree.tree_leaves(self.outputs) if stage.is_last else []
         self._is_cut = any(isinstance(leaf, Tensor) for leaf in leaves)
         if self._is_cut:
-            self.outputs = pytree.tree_map_only(Tensor, _stand_in, forward.outputs)
+            self.outputs = pytree.tree_map_only(Tensor, stand_in_for, forward.outputs)
 
     def backward(
         self, grads: Any, loss: Tensor | None = None
@@ -206,8 +204,9 @@ def do_nothing() -> None:
     """The weight backward of a stage whose backward ran in one piece."""
 
 
-def _stand_in(output: Tensor) -> Tensor:
-    return output.detach().requires_grad_(output.requires_grad)
+def stand_in_for(tensor: Tensor) -> Tensor:
+    """A leaf with the same values, at which a graph ends."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _grad_of(stand_in: Tensor) -> Tensor | None:

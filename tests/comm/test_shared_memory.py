@@ -1,6 +1,7 @@
 """A link by shared memory: both of its ends in this process, each driven in turn."""
 
 import os
+import resource
 import socket
 import threading
 import time
@@ -215,7 +216,7 @@ def test_close_wakes_up_who_waits(ends: Ends) -> None:
 
 
 def test_message_that_does_not_come_in_time_is_told(ends: Ends) -> None:
-    with pytest.raises(TimeoutError, match="no message came in time"):
+    with pytest.raises(TimeoutError, match="no message came or went in time"):
         ends[1].recv(torch.empty(3)).wait(0.05)
 
 
@@ -223,6 +224,20 @@ def test_message_of_another_size_is_told(ends: Ends) -> None:
     ends[0].send(torch.ones(3))
     with pytest.raises(ConnectionError, match="a message of 12 bytes came where one of 16 was"):
         receive(ends[1], torch.empty(4))
+
+
+def test_want_of_open_files_is_told(ends: Ends) -> None:
+    """The kernel drops a file that the receiver has no room for; what names it cannot be read."""
+    ends[0].send(torch.ones(3))
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, usual[1]))
+    try:
+        with pytest.raises(OSError, match="too many open files"):
+            receive(ends[1], torch.empty(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
 
 def test_listener_tells_ranks_apart() -> None:

@@ -397,6 +397,7 @@ def test_a_rank_that_comes_too_late_is_told(session: Session) -> None:
     late = session.num_ranks - 1
     for report in reports:
         assert report.is_a("CommError"), report.trace
+    assert "ranks 0, 1, 2 to begin a first step again, after giving up" in reports[late].text
     assert reports[late].seconds < 3 * SHORT_TIMEOUT_S + 5
 
 

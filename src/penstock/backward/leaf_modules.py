@@ -169,7 +169,8 @@ def _is_zero_padded(module: Any) -> bool:
     return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has been at this very module; those in it are not looked at."""
     dynamo = sys.modules.get("torch._dynamo")  # Without it nothing is; loading it takes seconds.
     is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return is_wrapper or module._compiled_call_impl is not None
@@ -177,7 +178,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
     """The module and all below it, but for what is compiled: its forward must stay as it is."""
-    if _is_compiled(module):
+    if is_compiled(module):
         return
     yield module
     for child in module.children():

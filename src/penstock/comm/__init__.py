@@ -1,6 +1,6 @@
 """Channels between ranks: over torch.distributed, or within one process."""
 
-from penstock.comm.base import AbstractComm, Describe, Transfer
+from penstock.comm.base import AbstractComm, Describe, Transfer, check_agreement
 from penstock.comm.loopback import LocalGroup, local_ranks
 from penstock.comm.process_group import ProcessGroupComm
 
@@ -10,5 +10,6 @@ __all__ = [
     "LocalGroup",
     "ProcessGroupComm",
     "Transfer",
+    "check_agreement",
     "local_ranks",
 ]

@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
+from penstock.errors import AgreementError
 from penstock.ir import Rank
 
 Describe: TypeAlias = Callable[[], str]
@@ -75,3 +76,15 @@ class AbstractLink(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wake up the other process if it waits for this one, and let it wait no more."""
+
+
+def check_agreement(values: list[dict[str, Any]]) -> None:
+    """Raises if what the ranks were given differs; `values` has what each was, by name."""
+    for name in values[0]:
+        found = [value[name] for value in values]
+        if len(set(map(str, found))) > 1:
+            given = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(found))
+            raise AgreementError(
+                f"the ranks disagree on {name} ({given}). Expected one value on all ranks: make "
+                "the pipeline in the same way everywhere."
+            )

@@ -19,11 +19,17 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from penstock.comm import shared_memory
-from penstock.comm.base import AbstractComm, AbstractLink, Describe, Transfer, Work
+from penstock.comm.base import (
+    AbstractComm,
+    AbstractLink,
+    Describe,
+    Transfer,
+    Work,
+    check_agreement,
+)
 from penstock.comm.links import GlooLink, NcclLink
 from penstock.comm.shared_memory import SharedMemoryLink
 from penstock.errors import (
-    AgreementError,
     CommError,
     DeadlineError,
     PipelineError,
@@ -90,18 +96,14 @@ class ProcessGroupComm(AbstractComm):
             if not any(isinstance(x, str) and x == _GAVE_UP for x in values):
                 return values
             if time.monotonic() >= deadline_s:
-                gone = ", ".join(str(r) for r, x in enumerate(values) if isinstance(x, str))
-                awaited = f"rank {gone}, which has given up, to begin a first step again"
+                gone = [rank for rank, x in enumerate(values) if isinstance(x, str)]
+                awaited = f"{_name(gone)} to begin a first step again, after giving up"
                 raise self._explain(TimeoutError(), awaited, self._timeout_s)
             time.sleep(0.05)
 
     def _name_absent(self, keys: list[str]) -> str:
         with contextlib.suppress(RuntimeError):  # The process that keeps the store may have ended.
-            absent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-            if len(absent) == 1:
-                return f"rank {absent[0]}"
-            if absent:
-                return f"ranks {', '.join(absent)}"
+            return _name([r for r, key in enumerate(keys) if not self._store.check([key])])
         return "all ranks"
 
     def _put(self, key: str, value: Any) -> None:
@@ -143,13 +145,7 @@ class ProcessGroupComm(AbstractComm):
             machine = ""
         listener = shared_memory.Listener() if machine else None
         gathered = self.gather((device.type, machine, listener.name if listener else b""))
-        device_types = [device_type for device_type, _, _ in gathered]
-        if len(set(device_types)) > 1:
-            given = "; ".join(f"rank {rank}: {found}" for rank, found in enumerate(device_types))
-            raise AgreementError(
-                f"the ranks disagree on the device of their stages ({given}). Expected one kind: "
-                "make the stages with the same device everywhere."
-            )
+        check_agreement([{"device": device_type} for device_type, _, _ in gathered])
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         if device.type == "cuda":
             for other in others:
@@ -183,8 +179,7 @@ class ProcessGroupComm(AbstractComm):
             try:
                 rank, connection = listener.accept(max(deadline_s - time.monotonic(), 0.001))
             except TimeoutError as exc:
-                who = ", ".join(map(str, missing))
-                raise self._explain(exc, f"rank {who} to connect", self._timeout_s) from exc
+                raise self._explain(exc, f"{_name(missing)} to connect", self._timeout_s) from exc
             self._links[rank] = SharedMemoryLink(connection, family)
         listener.close()
 
@@ -216,6 +211,13 @@ class ProcessGroupComm(AbstractComm):
             return self._store.get(_FAILURE).decode()
         except RuntimeError:  # The process that keeps the store has ended.
             return ""
+
+
+def _name(ranks: list[Rank]) -> str:
+    """Some ranks in words; none in particular if the list is empty."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}" if ranks else "all ranks"
 
 
 class _LinkTransfer:

@@ -36,8 +36,6 @@ _PACKET = struct.Struct("=qqq")
 _NUMBER = struct.Struct("=q")
 _HEAD_BYTES = mmap.PAGESIZE
 """At the head of the first arena: how many messages have been taken."""
-
-
 _LONGEST_SLEEP_S = 3600.0
 
 
@@ -70,7 +68,6 @@ class SharedMemoryLink(AbstractLink):
         self._outgoing = _Outgoing()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._arenas: list[_Arena] = []
-        self._num_sent = 0
         self._num_taken = 0
         self._posted: deque[_Posted] = deque()
 
@@ -81,9 +78,8 @@ class SharedMemoryLink(AbstractLink):
         # Not by torch, which takes ten times as long where all else is out of the cache.
         ctypes.memmove(address, tensor.data_ptr(), num_bytes)
         self._unsent.append((_PACKET.pack(slot.arena, slot.offset, num_bytes), files))
-        self._num_sent += 1
         self.flush()
-        return _Sent(self, self._num_sent)
+        return _Sent(self, self._outgoing.num_sent)
 
     def recv(self, tensor: Tensor) -> Work:
         self._posted.append(_Posted(self, tensor))
@@ -106,7 +102,7 @@ class SharedMemoryLink(AbstractLink):
 
     def num_flushed(self) -> int:
         """How many messages the socket has taken."""
-        return self._num_sent - len(self._unsent)
+        return self._outgoing.num_sent - len(self._unsent)
 
     def flush(self) -> None:
         """Send packets that the socket had no room for: it takes some hundred."""
@@ -145,7 +141,7 @@ class SharedMemoryLink(AbstractLink):
             try:
                 data, files, flags, _ = socket.recv_fds(self._socket, _PACKET.size, 1)
             except BlockingIOError:
-                self.sleep(deadline_s)
+                self.sleep(deadline_s, select.POLLIN)
                 continue
             if not data:
                 raise ConnectionError("the other process closed its end")
@@ -153,17 +149,17 @@ class SharedMemoryLink(AbstractLink):
                 raise OSError(errno.EMFILE, "too many open files to receive another one")
             return _Packet(*_PACKET.unpack(data)), files
 
-    def sleep(self, deadline_s: float) -> None:
-        """Until a message comes here, or a link of the family can send on."""
+    def sleep(self, deadline_s: float, events: int) -> None:
+        """Until one of the events happens here, or a link of the family can send on."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("no message came in time")
+            raise TimeoutError("no message came or went in time")
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
+        poll.register(self._socket, events)
         for link in self._family:
             link.flush()
             if link._unsent:
-                poll.register(link._socket, select.POLLIN * (link is self) | select.POLLOUT)
+                poll.register(link._socket, select.POLLOUT | (events if link is self else 0))
         poll.poll(min(left_s, _LONGEST_SLEEP_S) * 1000)
 
 
@@ -174,7 +170,7 @@ class _Outgoing:
         self.arenas: list[_Arena] = []
         self._free: list[_Slot] = []
         self._in_use: deque[tuple[int, _Slot]] = deque()
-        self._num_sent = 0
+        self.num_sent = 0
 
     def take_slot(self, num_bytes: int) -> tuple[_Slot, list[int]]:
         """A slot that holds so much, and the file of its arena if that is new."""
@@ -184,8 +180,8 @@ class _Outgoing:
             files.append(self._add_arena(num_bytes))
             slot = self._free[-1]
         self._free.remove(slot)
-        self._num_sent += 1
-        self._in_use.append((self._num_sent, slot))
+        self.num_sent += 1
+        self._in_use.append((self.num_sent, slot))
         return slot, files
 
     def _find(self, num_bytes: int) -> _Slot | None:
@@ -252,7 +248,7 @@ class _Sent:
     def wait(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         while self._link.num_flushed() < self._number:
-            self._link.sleep(deadline_s)
+            self._link.sleep(deadline_s, select.POLLOUT)
 
 
 class Listener:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from penstock import schedules
-from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm
-from penstock.errors import AgreementError, CommError, StageError
+from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agreement
+from penstock.errors import CommError, StageError
 from penstock.ir import (
     Action,
     Backward,
@@ -247,7 +247,7 @@ class Pipeline:
         }
         is_dynamic = any(stage.dynamic_shapes for stage in self.stages.values())
         gathered = self._comm.gather((own, is_dynamic))
-        _check_agreement([values for values, _ in gathered])
+        check_agreement([values for values, _ in gathered])
         self._is_dynamic = any(dynamic for _, dynamic in gathered)
 
     @property
@@ -385,14 +385,3 @@ def _check_fit(schedule: Schedule, stages: list[PipelineStage]) -> None:
             f"rank {rank} was given stages {held}, but the schedule places {expected} there. "
             f"Give it those: schedule.placement.stages_of({rank})."
         )
-
-
-def _check_agreement(values: list[dict[str, Any]]) -> None:
-    for name in values[0]:
-        found = [value[name] for value in values]
-        if len(set(map(str, found))) > 1:
-            given = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(found))
-            raise AgreementError(
-                f"the ranks disagree on {name} ({given}). Expected one value on all ranks: make "
-                "the pipeline in the same way everywhere."
-            )

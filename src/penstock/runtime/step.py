@@ -31,6 +31,7 @@ from penstock.stage import (
     as_outputs,
     do_nothing,
     needs_grad,
+    stand_in_for,
 )
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -234,10 +235,7 @@ class Step:
                 tensor.requires_grad_(like.requires_grad)
             return list(tensors), form.as_arguments(tensors)
         leaves, structure = self._made.pop(key)
-        own = [
-            leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
+        own = [stand_in_for(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return own, unflatten(own, structure)
 
     def _backward(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
@@ -316,12 +314,11 @@ def _stand_ins(value: Any, outside: list[tuple[Tensor, Tensor]]) -> Any:
 
     The caller's graph behind them is gone through once, at the end of the step.
     """
-
     leaves, structure = flatten(value) if isinstance(value, tuple) else pytree.tree_flatten(value)
     if not any(map(needs_grad, leaves)):
         return value
     for number, leaf in enumerate(leaves):
         if needs_grad(leaf):
-            leaves[number] = leaf.detach().requires_grad_()
+            leaves[number] = stand_in_for(leaf)
             outside.append((leaf, leaves[number]))
     return pytree.tree_unflatten(leaves, structure)
