@@ -1,6 +1,7 @@
 """A piece of the model, and how one microbatch goes forward and backward through it."""
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -31,6 +32,10 @@ class PipelineStage:
 
     `dw_builder` is for a module that computes its weight gradients by itself: it is called after
     each backward of the stage and returns what the weight backward has to run.
+
+    `tied` is for parameters that other stages hold too: by their names in the module, the names
+    that they share with the others'. `cut` describes the cut of the model that the stage is a
+    piece of; it must be the same for all stages.
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class PipelineStage:
         dw_builder: Callable[[], WeightBackward] | None = None,
         *,
         dynamic_shapes: bool = False,
+        tied: Mapping[str, str] | None = None,
+        cut: str = "",
     ) -> None:
         _check_place(stage_index, num_stages)
         self.submod = submodule
@@ -57,6 +64,8 @@ class PipelineStage:
         self.group_rank, self.group_size = _place_in(group)
         self.dw_builder = dw_builder
         self.dynamic_shapes = dynamic_shapes
+        self.tied = _check_tied(stage_index, submodule, {} if tied is None else tied)
+        self.cut = cut
         self._input_args = _as_examples("input_args", input_args, input_grads)
         self._output_args = _as_examples("output_args", output_args, output_grads)
         self._engine: SplitEngine | None = None
@@ -83,6 +92,17 @@ class PipelineStage:
     def is_compiled(self) -> bool:
         """Whether a part of the module is compiled, so that its backward cannot be split."""
         return any(map(is_compiled, self.submod.modules()))
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether DistributedDataParallel reduces the gradients of the module."""
+        return self._ddp is not None
+
+    def tied_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Parameters that other stages hold too: each with its name here, and the shared one."""
+        module = _unwrapped(self.submod)
+        for param_name, name in self.tied.items():
+            yield param_name, name, module.get_parameter(param_name)
 
     def check_inputs(self, mb: MicrobatchId, args: tuple[Any, ...]) -> None:
         """Raises if the arguments are not like the `input_args` that were given."""
@@ -149,10 +169,14 @@ class _SplitPass:
         self.outputs = forward.outputs
         self.inputs = forward.inputs
         self._forward = forward
-        leaves = pytree.tree_leaves(self.outputs) if stage.is_last else []
-        self._is_cut = any(isinstance(leaf, Tensor) for leaf in leaves)
-        if self._is_cut:
-            self.outputs = pytree.tree_map_only(Tensor, stand_in_for, forward.outputs)
+        self._stand_ins: list[Any] = []
+        leaves, structure = pytree.tree_flatten(self.outputs if stage.is_last else None)
+        if any(isinstance(leaf, Tensor) for leaf in leaves):
+            self._stand_ins = [
+                stand_in_for(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+            ]
+            self.outputs = pytree.tree_unflatten(self._stand_ins, structure)
+            forward.outputs = leaves  # A list can hold None for a gradient; not all outputs can.
 
     def backward(
         self, grads: Any, loss: Tensor | None = None
@@ -160,12 +184,12 @@ class _SplitPass:
         """As a whole pass's; the weight gradients are what the weight backward has to run."""
         if loss is None:
             input_grads, pending = self._forward.backward_input(grads)
-        elif not self._is_cut:
+        elif not self._stand_ins:
             input_grads, pending = self._forward.backward_input(loss=loss * grads)
         else:
             torch.autograd.backward(loss, grads)
-            output_grads = pytree.tree_map_only(Tensor, _grad_of, self.outputs)
-            if all(grad is None for grad in pytree.tree_leaves(output_grads)):
+            output_grads = list(map(_grad_of, self._stand_ins))
+            if all(grad is None for grad in output_grads):
                 return (None,) * len(self.inputs), do_nothing
             input_grads, pending = self._forward.backward_input(output_grads)
         return input_grads, pending.run
@@ -209,8 +233,10 @@ def stand_in_for(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _grad_of(stand_in: Tensor) -> Tensor | None:
+def _grad_of(stand_in: Any) -> Tensor | None:
     """Its gradient; taken, so that the stand-in does not keep it."""
+    if not isinstance(stand_in, Tensor):
+        return None
     grad, stand_in.grad = stand_in.grad, None
     return grad
 
@@ -237,6 +263,33 @@ def _check_place(stage_index: StageId, num_stages: int) -> None:
             f"stage_index is {stage_index}, but num_stages is {num_stages}. "
             f"Stages are numbered from 0 to num_stages - 1."
         )
+
+
+def _check_tied(
+    stage_index: StageId, submodule: nn.Module, tied: Mapping[str, str]
+) -> dict[str, str]:
+    if not isinstance(tied, Mapping) or not all(isinstance(name, str) for name in tied.values()):
+        raise StageError(
+            f"stage {stage_index}: tied is {tied!r}. Expected a mapping from names of parameters "
+            'to the names that they share with other stages, such as {"head.weight": "embedding"}.'
+        )
+    known = [name for name, _ in _unwrapped(submodule).named_parameters(remove_duplicate=False)]
+    for name in tied:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.3) or known[:3]
+            raise StageError(
+                f"stage {stage_index}: tied names {name!r}, which is no parameter of the module. "
+                f"Expected names as in named_parameters(): the closest are {close}."
+            )
+    return dict(tied)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module that was wrapped or compiled, which knows parameters by their own names."""
+    while isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod"):
+        name = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod"
+        module = module.get_submodule(name)
+    return module
 
 
 def _as_examples(name: str, args: Examples, grads: Any) -> tuple[Tensor, ...] | None:

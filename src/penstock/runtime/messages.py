@@ -136,6 +136,14 @@ def unflatten(leaves: Sequence[Any], structure: pytree.TreeSpec) -> tuple[Any, .
     return arguments
 
 
+def as_sent(tensor: Tensor) -> Tensor:
+    """The values of a tensor, laid out as they travel."""
+    values = tensor.detach()
+    if values.is_contiguous() and not values.is_conj() and not values.is_neg():
+        return values
+    return values.resolve_conj().resolve_neg().contiguous()
+
+
 _KEEP_FORM = "Keep it the same in all steps, or make the stages with dynamic_shapes=True."
 _LEAF_TYPES = (Tensor, TensorForm, NoneType)
 

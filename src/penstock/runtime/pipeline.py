@@ -28,6 +28,7 @@ from penstock.microbatch import merge_chunks, split_args_kwargs_into_chunks, spl
 from penstock.runtime.messages import Form
 from penstock.runtime.program import forward_only, make_program
 from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
+from penstock.runtime.tied import TiedGrads, Ties, claim, tie
 from penstock.runtime.wire import Wire
 from penstock.stage import PipelineStage
 
@@ -41,7 +42,8 @@ class Pipeline:
     `schedule` is a Schedule, or the name of one (see `penstock.schedules.names()`), which needs
     `n_microbatches` too. The gradients of a step are the sum over its microbatches, or the mean
     if `scale_grads`. Without a `loss_fn` there is no backward. `on_grads_ready(stage)` is called
-    once per step and stage, as soon as the stage's gradients are complete.
+    once per step and stage, as soon as the stage's gradients are complete; where parameters are
+    tied to those of other stages, that is at the end of the step.
 
     No wait lasts longer than `timeout` seconds. If any rank fails, all of them raise.
     """
@@ -82,6 +84,7 @@ class Pipeline:
         self._forms: dict[bool, dict[Input, Form]] = {True: {}, False: {}}
         self._comm: AbstractComm | None = None
         self._is_dynamic = False
+        self._ties = Ties({}, {}, frozenset())
         self._failure = ""
 
     @property
@@ -199,7 +202,17 @@ class Pipeline:
         forms = {} if self._is_dynamic else self._forms[has_backward]
         keeps_outputs = return_outputs and self._holds_last
         wire = Wire(self._comm, program, self._first.device, forms)
-        step = Step(program, self.stages, wire, batch, self._settings, has_backward, keeps_outputs)
+        is_tied = has_backward and self._ties.stages
+        step = Step(
+            program=program,
+            stages=self.stages,
+            wire=wire,
+            batch=batch,
+            settings=self._settings,
+            has_backward=has_backward,
+            keeps_outputs=keeps_outputs,
+            tied=TiedGrads(self._ties, self.stages, self._comm) if is_tied else None,
+        )
         try:
             step.run_all()
         except BaseException as error:
@@ -244,11 +257,17 @@ class Pipeline:
             "n_microbatches": self.num_microbatches,
             "schedule": f"{self.schedule!r} with orders {digest}",
             "loss_fn": "none" if self._settings.loss_fn is None else "given",
+            "the cut": self._first.cut or "none",
         }
         is_dynamic = any(stage.dynamic_shapes for stage in self.stages.values())
-        gathered = self._comm.gather((own, is_dynamic))
-        check_agreement([values for values, _ in gathered])
-        self._is_dynamic = any(dynamic for _, dynamic in gathered)
+        gathered = self._comm.gather((own, is_dynamic, claim(self.stages)))
+        check_agreement([values for values, _, _ in gathered])
+        self._is_dynamic = any(dynamic for _, dynamic, _ in gathered)
+        self._ties = tie(
+            self._comm.rank,
+            [claims for _, _, claims in gathered],
+            is_one_process=isinstance(group, LocalGroup),
+        )
 
     @property
     def _holds_last(self) -> bool:
@@ -357,8 +376,8 @@ def _check_stages(stages: list[PipelineStage]) -> None:
             )
     if not stages:
         raise StageError("stages is empty. Give the stages that this rank holds.")
-    for name in ("num_stages", "group", "device"):
-        found = {str(getattr(stage, name)) for stage in stages}
+    for name in ("num_stages", "group", "device", "cut"):
+        found = {str(getattr(stage, name)) or "none" for stage in stages}
         if len(found) > 1:
             raise StageError(
                 f"the stages of one rank differ in {name}: {', '.join(sorted(found))}. "

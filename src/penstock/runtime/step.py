@@ -22,6 +22,7 @@ from penstock.ir.action import SEND_TYPES
 from penstock.ir.inputs import Input
 from penstock.runtime.messages import flatten, unflatten
 from penstock.runtime.program import Entry, Program, Task
+from penstock.runtime.tied import TiedGrads
 from penstock.runtime.wire import Wire
 from penstock.stage import (
     PipelineStage,
@@ -99,6 +100,7 @@ class Step:
     settings: Settings
     has_backward: bool
     keeps_outputs: bool
+    tied: TiedGrads | None
     outputs: dict[MicrobatchId, Any] = field(default_factory=dict)
     losses: dict[MicrobatchId, Any] = field(default_factory=dict)
     current: Action | None = None
@@ -110,6 +112,8 @@ class Step:
     _pending: dict[tuple[StageId, MicrobatchId], WeightBackward] = field(default_factory=dict)
     _seed: Tensor | None = None
     _outside_grads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _awaiting_others: list[PipelineStage] = field(default_factory=list)
+    """Stages whose own gradients are complete, in that order, but those of their ties are not."""
 
     def run_all(self) -> None:
         """Run the program, from its first action to its last."""
@@ -128,6 +132,12 @@ class Step:
             tensors, grads = zip(*self._outside_grads, strict=True)
             with _without_autocast():
                 torch.autograd.backward(tensors, grads)
+        if self.tied is not None:
+            # Last, since the caller's graph too may lead to a tied parameter.
+            self.tied.exchange()
+            with _without_autocast():
+                for stage in self._awaiting_others:
+                    self.settings.on_grads_ready(stage)
 
     def run(self, action: Action) -> None:
         """Run the action that a custom function was called for, or one half of an overlap."""
@@ -255,7 +265,7 @@ class Step:
         else:
             self._pending[stage.stage_index, mb] = pending
         if task.completes_grads:
-            self.settings.on_grads_ready(stage)
+            self._complete(stage)
 
     def _differentiate(
         self, task: Task, flight: _InFlight
@@ -297,6 +307,12 @@ class Step:
             stage.expect_last_grads()
         pending()
         if task.completes_grads:
+            self._complete(stage)
+
+    def _complete(self, stage: PipelineStage) -> None:
+        if self.tied is not None and stage.stage_index in self.tied.stages:
+            self._awaiting_others.append(stage)
+        else:
             self.settings.on_grads_ready(stage)
 
 

@@ -13,7 +13,7 @@ from penstock.comm import AbstractComm, Transfer
 from penstock.errors import StageError
 from penstock.ir import Rank
 from penstock.ir.inputs import Input
-from penstock.runtime.messages import Form, pickle_form
+from penstock.runtime.messages import Form, as_sent, pickle_form
 from penstock.runtime.program import Program
 
 # How many messages of a channel are posted while one is waited for, that one included: the next
@@ -59,10 +59,7 @@ class Wire:
             form.check(self._place(key), leaves, structure)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                values = leaf.detach()
-                if not values.is_contiguous() or values.is_conj() or values.is_neg():
-                    values = values.resolve_conj().resolve_neg().contiguous()
-                self._send_tensor(key, values, outbox, receiver)
+                self._send_tensor(key, as_sent(leaf), outbox, receiver)
 
     def receive(self, key: Input) -> tuple[Form, list[Tensor]]:
         """Wait for a message; returns its form and its tensors."""

@@ -1,0 +1,247 @@
+"""Parameters that several stages hold: at the end of a step each gets the gradient of all.
+
+A tied parameter has a copy on each stage that holds it, and a name that the copies share. The
+copies stay equal to the last bit if they begin so: all get the same sum, added in one order.
+
+    rank 0   .grad [1]──▶ aside ─────────────────────────────[5]──▶ .grad = aside + total
+             stages 0, 7 add up [2]──▶ 0 ──┐    [4] total = 0 + 2 + 3
+    rank 2   stage 2            [2]──▶ 2 ──┼─[3]─▶  the same
+    rank 3   stage 3            [2]──▶ 3 ──┘        the same
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+
+import torch
+from torch import Tensor, nn
+
+from penstock.backward.structure import describe
+from penstock.comm import AbstractComm, Describe, Transfer
+from penstock.errors import AgreementError, StageError
+from penstock.ir import Rank, StageId
+from penstock.runtime.messages import as_sent
+from penstock.stage import PipelineStage
+
+_TAKES_FLAGS = "rank {} to take which gradients of tied parameters there are".format
+_TAKES_GRAD = "rank {} to take the gradient of tied parameter {!r}".format
+_FLAGS_FROM = "which gradients of tied parameters there are from rank {}".format
+_GRAD_FROM = "the gradient of tied parameter {!r} from rank {}".format
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """That a stage holds a copy of a tied parameter: what each rank tells the others of it."""
+
+    name: str
+    stage: StageId
+    param_name: str
+    described: str
+    """Its shape and dtype, and its gradient's if that is another."""
+    identity: int
+    """Which object it is; told apart only within one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """What a rank knows of its tied parameters from its first step on."""
+
+    holders: Mapping[str, tuple[Rank, ...]]
+    """By name, in order: the ranks that hold a copy, in order, this one among them."""
+    shared_with: Mapping[Rank, tuple[str, ...]]
+    """By rank, but for this one: the names that both hold, in order."""
+    stages: frozenset[StageId]
+    """The stages of this rank that hold a copy."""
+
+
+def claim(stages: Mapping[StageId, PipelineStage]) -> list[Claim]:
+    """What this rank tells the others; raises if it ties one parameter under two names."""
+    claims = []
+    names: dict[int, str] = {}
+    for index in sorted(stages):
+        for param_name, name, param in stages[index].tied_parameters():
+            known = names.setdefault(id(param), name)
+            if known != name:
+                raise StageError(
+                    f"stage {index} ties its parameter {param_name!r} as {name!r}, but the same "
+                    f"parameter is tied as {known!r} too, on rank {stages[index].group_rank}. "
+                    "Expected one name for each parameter: use one of them on all stages."
+                )
+            claims.append(Claim(name, index, param_name, _describe(param), id(param)))
+    return claims
+
+
+def tie(rank: Rank, gathered: Sequence[list[Claim]], *, is_one_process: bool) -> Ties:
+    """What `rank` has to know of the claims of all ranks; raises if they do not fit together."""
+    found: dict[str, list[tuple[Rank, Claim]]] = {}
+    for holder, claims in enumerate(gathered):
+        for held in claims:
+            found.setdefault(held.name, []).append((holder, held))
+    # What has only one copy needs no one else.
+    found = {name: found[name] for name in sorted(found) if len(found[name]) > 1}
+    for name, copies in found.items():
+        _check_alike(name, copies)
+        if is_one_process:
+            _check_apart(name, copies)
+    ranks = {name: sorted({holder for holder, _ in copies}) for name, copies in found.items()}
+    holders = {name: tuple(ranks[name]) for name in ranks if rank in ranks[name]}
+    others = {holder for some in holders.values() for holder in some} - {rank}
+    return Ties(
+        holders=holders,
+        shared_with={
+            other: tuple(name for name in holders if other in holders[name])
+            for other in sorted(others)
+        },
+        stages=frozenset(held.stage for held in gathered[rank] if held.name in holders),
+    )
+
+
+def _check_alike(name: str, copies: list[tuple[Rank, Claim]]) -> None:
+    first_rank, first = copies[0]
+    for rank, held in copies[1:]:
+        if held.described != first.described:
+            raise AgreementError(
+                f"the tied parameter {name!r} is {first.described} on rank {first_rank} "
+                f"({first.param_name!r} of stage {first.stage}), but {held.described} on rank "
+                f"{rank} ({held.param_name!r} of stage {held.stage}). Expected one shape and dtype "
+                "on all stages that hold it: make its copies alike, or leave them out of `tied`."
+            )
+
+
+def _check_apart(name: str, copies: list[tuple[Rank, Claim]]) -> None:
+    """Ranks that are threads could share an object; each would add to the other's gradient."""
+    ranks: dict[int, Rank] = {}
+    for rank, held in copies:
+        first = ranks.setdefault(held.identity, rank)
+        if first != rank:
+            raise AgreementError(
+                f"the tied parameter {name!r} is one object on ranks {first} and {rank} "
+                f"({held.param_name!r} of stage {held.stage}). Expected a copy for each rank, as "
+                "between processes: give each rank a copy.deepcopy of its stages."
+            )
+
+
+class TiedGrads:
+    """The gradients of tied parameters in one step: made when it begins, dropped at its end."""
+
+    def __init__(
+        self, ties: Ties, stages: Mapping[StageId, PipelineStage], comm: AbstractComm
+    ) -> None:
+        self.stages = ties.stages
+        self._ties = ties
+        self._comm = comm
+        self._device = next(iter(stages.values())).device
+        self._copies: dict[str, list[_Copy]] = {name: [] for name in ties.holders}
+        seen = set()
+        for index in sorted(ties.stages):
+            for _, name, param in stages[index].tied_parameters():
+                # Two stages of a rank may share the parameter itself, which then counts once.
+                if name in self._copies and id(param) not in seen:
+                    seen.add(id(param))
+                    self._copies[name].append(_Copy(param, stages[index].is_data_parallel))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Give each copy the gradient of all of them; every rank that holds one must call it.
+
+        A channel is first in, first out, and by the end of the program all of the step's other
+        messages have been sent and received, so these cannot be mistaken for them.
+        """
+        own = {  # [2]
+            name: _sum(copy.contribution() for copy in copies)
+            for name, copies in self._copies.items()
+        }
+        sent = self._send(own)
+        parts = {self._comm.rank: own, **self._receive()}
+        for transfer, described, _ in sent:  # Before [5], which changes what was sent.
+            transfer.wait(described)
+        for name, ranks in self._ties.holders.items():
+            total = _sum(parts[rank].get(name) for rank in ranks)  # [4]
+            for copy in self._copies[name]:
+                copy.write(total)
+
+    def _send(self, own: dict[str, Tensor | None]) -> list[tuple[Transfer, Describe, Tensor]]:
+        """[3] To each rank: which gradients there are, and those. Tensors are kept meanwhile."""
+        sent: list[tuple[Transfer, Describe, Tensor]] = []
+        ready = {name: as_sent(grad) for name, grad in own.items() if grad is not None}
+        for rank, names in self._ties.shared_with.items():
+            flags = torch.tensor([name in ready for name in names], dtype=torch.uint8)
+            flags = flags.to(self._device)
+            sent.append((self._comm.send(flags, rank), partial(_TAKES_FLAGS, rank), flags))
+            for name in names:
+                if name in ready:
+                    transfer = self._comm.send(ready[name], rank)
+                    sent.append((transfer, partial(_TAKES_GRAD, rank, name), ready[name]))
+        return sent
+
+    def _receive(self) -> dict[Rank, dict[str, Tensor | None]]:
+        """[3] From each rank, by name: what it has added; nothing where it has no gradient."""
+        flags = {
+            rank: torch.empty(len(names), dtype=torch.uint8, device=self._device)
+            for rank, names in self._ties.shared_with.items()
+        }
+        announced = {rank: self._comm.recv(flags[rank], rank) for rank in flags}
+        parts: dict[Rank, dict[str, Tensor | None]] = {rank: {} for rank in flags}
+        posted: list[tuple[Transfer, Describe]] = []
+        for rank, names in self._ties.shared_with.items():
+            announced[rank].wait(partial(_FLAGS_FROM, rank))
+            for name, is_present in zip(names, flags[rank].tolist(), strict=True):
+                if is_present:
+                    parts[rank][name] = grad = self._copies[name][0].empty(self._device)
+                    posted.append((self._comm.recv(grad, rank), partial(_GRAD_FROM, name, rank)))
+        for transfer, described in posted:
+            transfer.wait(described)
+        return parts
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One parameter of this rank, and the gradient that it had when the step began."""
+
+    param: nn.Parameter
+    is_reduced: bool
+    """Whether DistributedDataParallel reduces its gradient, perhaps in memory that it has now."""
+    aside: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """[1] Sets aside the gradient, so that the step's own contribution can be told from it."""
+        self.aside, self.param.grad = self.param.grad, None
+        if self.is_reduced and self.aside is not None:
+            self.aside = self.aside.clone()
+
+    def contribution(self) -> Tensor | None:
+        """What this step has added, dense."""
+        grad = self.param.grad
+        return None if grad is None else grad.to_dense()
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A buffer for another copy's contribution."""
+        return torch.empty(self.param.shape, dtype=_grad_dtype(self.param), device=device)
+
+    def write(self, total: Tensor | None) -> None:
+        """[5] Into the memory that the gradient had before the step, or else has got in it."""
+        if total is None:
+            self.param.grad = self.aside
+            return
+        value = total if self.aside is None else self.aside.to_dense() + total
+        home = self.param.grad if self.aside is None else self.aside
+        if home is None or home.layout is not torch.strided:
+            home = torch.empty_like(self.param, dtype=value.dtype)
+        # The total may be this copy's own gradient, which stays as it is: others are to get it.
+        self.param.grad = home.copy_(value)
+
+
+def _sum(parts: Iterable[Tensor | None]) -> Tensor | None:
+    """In their order, of those that there are; if there is only one, that tensor itself."""
+    present = [part for part in parts if part is not None]
+    return reduce(torch.add, present) if present else None
+
+
+def _grad_dtype(param: nn.Parameter) -> torch.dtype:
+    return param.grad_dtype or param.dtype
+
+
+def _describe(param: nn.Parameter) -> str:
+    if (dtype := _grad_dtype(param)) != param.dtype:
+        return f"{describe(param)} with a gradient of {dtype}"
+    return describe(param)
