@@ -13,15 +13,18 @@ from penstock.errors import (
     CostError,
     DeadlineError,
     MicrobatchError,
+    PartitionError,
     PipelineError,
     PipeliningMetadataError,
     PipeliningShapeError,
     ScheduleError,
     StageError,
+    TraceError,
 )
 
 if TYPE_CHECKING:
     from penstock import ir as ir
+    from penstock import partition as partition
     from penstock import passes as passes
     from penstock import schedules as schedules
     from penstock import sim as sim
@@ -58,16 +61,28 @@ if TYPE_CHECKING:
     from penstock.sim import simulate as simulate
     from penstock.stage import PipelineStage as PipelineStage
     from penstock.stage import build_stage as build_stage
+    from penstock.trace import Balanced as Balanced
+    from penstock.trace import LayerCost as LayerCost
+    from penstock.trace import Pipe as Pipe
+    from penstock.trace import SplitPoint as SplitPoint
+    from penstock.trace import count_layers as count_layers
+    from penstock.trace import measure_layers as measure_layers
+    from penstock.trace import pipe_split as pipe_split
+    from penstock.trace import pipeline as pipeline
+    from penstock.trace import split as split
 
 __version__ = "0.1.0"
 
 # Each name that loads when it is used, and the module that has it.
 # The imports above repeat it for type checkers; a test compares the two.
 _LAZY_NAMES = {
+    "Balanced": "penstock.trace",
     "CostTable": "penstock.sim",
     "ForwardPass": "penstock.backward",
+    "LayerCost": "penstock.trace",
     "LocalGroup": "penstock.comm",
     "PendingWeights": "penstock.backward",
+    "Pipe": "penstock.trace",
     "Pipeline": "penstock.runtime",
     "PipelineScheduleMulti": "penstock.compat",
     "PipelineScheduleSingle": "penstock.compat",
@@ -87,16 +102,23 @@ _LAZY_NAMES = {
     "ScheduleZBH2": "penstock.compat",
     "ScheduleZBVZeroBubble": "penstock.compat",
     "SplitEngine": "penstock.backward",
+    "SplitPoint": "penstock.trace",
     "TensorChunkSpec": "penstock.microbatch",
     "build_stage": "penstock.stage",
+    "count_layers": "penstock.trace",
     "get_schedule_class": "penstock.compat",
     "ir": "penstock",
     "local_ranks": "penstock.comm",
+    "measure_layers": "penstock.trace",
     "merge_chunks": "penstock.microbatch",
+    "partition": "penstock",
     "passes": "penstock",
+    "pipe_split": "penstock.trace",
+    "pipeline": "penstock.trace",
     "schedules": "penstock",
     "sim": "penstock",
     "simulate": "penstock.sim",
+    "split": "penstock.trace",
     "split_args_kwargs_into_chunks": "penstock.microbatch",
     "stage_backward": "penstock.backward",
     "stage_backward_input": "penstock.backward",
@@ -110,11 +132,13 @@ __all__ = [
     "CostError",
     "DeadlineError",
     "MicrobatchError",
+    "PartitionError",
     "PipelineError",
     "PipeliningMetadataError",
     "PipeliningShapeError",
     "ScheduleError",
     "StageError",
+    "TraceError",
     "__version__",
     *_LAZY_NAMES,
 ]

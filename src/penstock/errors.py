@@ -9,9 +9,11 @@ Each is also the built-in exception that fits, so `except RuntimeError` keeps wo
     │   └── DeadlineError    (TimeoutError)   a message did not come in time
     ├── CostError        (ValueError)     a cost table does not fit together, or not the schedule
     ├── MicrobatchError  (ValueError)     a value cannot be cut into microbatches, or joined
+    ├── PartitionError   (ValueError)     a model cannot be cut into stages as asked
     ├── PipeliningShapeError (RuntimeError) a tensor between stages is not what was expected
     ├── ScheduleError    (ValueError)     a schedule, a placement or its text is wrong
-    └── StageError       (ValueError)     stages do not fit the schedule, the group or their inputs
+    ├── StageError       (ValueError)     stages do not fit the schedule, the group or their inputs
+    └── TraceError       (RuntimeError)   a model's forward cannot be traced
 """
 
 
@@ -43,6 +45,10 @@ class MicrobatchError(PipelineError, ValueError):
     """A value cannot be cut into microbatches, or what came out of them cannot be joined."""
 
 
+class PartitionError(PipelineError, ValueError):
+    """A model cannot be cut into stages as asked."""
+
+
 class PipeliningShapeError(PipelineError, RuntimeError):
     """A tensor between stages has not the shape, the dtype or the place that was expected."""
 
@@ -57,3 +63,7 @@ class ScheduleError(PipelineError, ValueError):
 
 class StageError(PipelineError, ValueError):
     """Stages do not fit the schedule or the group, or a step was not given what it needs."""
+
+
+class TraceError(PipelineError, RuntimeError):
+    """A model's forward cannot be traced; the message says which line of it."""

@@ -34,7 +34,13 @@ class PipelineStage:
     each backward of the stage and returns what the weight backward has to run.
 
     `tied` is for parameters that other stages hold too: by their names in the module, the names
-    that they share with the others'. `cut` describes the cut of the model that the stage is a
+    that they share with the others'.
+
+    `skips_out` is for outputs that skip stages: by stage, after the next one, how many of the
+    last outputs go there, the furthest last. `skips_in` is the other end: by stage, before the
+    previous one, how many of the first arguments come from there, the first stage's first.
+
+    `cut` describes the cut of the model that the stage is a
     piece of; it must be the same for all stages.
     """
 
@@ -53,6 +59,8 @@ class PipelineStage:
         *,
         dynamic_shapes: bool = False,
         tied: Mapping[str, str] | None = None,
+        skips_in: Mapping[StageId, int] | None = None,
+        skips_out: Mapping[StageId, int] | None = None,
         cut: str = "",
     ) -> None:
         _check_place(stage_index, num_stages)
@@ -65,6 +73,9 @@ class PipelineStage:
         self.dw_builder = dw_builder
         self.dynamic_shapes = dynamic_shapes
         self.tied = _check_tied(stage_index, submodule, {} if tied is None else tied)
+        self.skips_in = _check_skips("skips_in", stage_index, skips_in, range(stage_index - 1))
+        later = range(stage_index + 2, num_stages)
+        self.skips_out = _check_skips("skips_out", stage_index, skips_out, later)
         self.cut = cut
         self._input_args = _as_examples("input_args", input_args, input_grads)
         self._output_args = _as_examples("output_args", output_args, output_grads)
@@ -103,6 +114,29 @@ class PipelineStage:
         module = _unwrapped(self.submod)
         for param_name, name in self.tied.items():
             yield param_name, name, module.get_parameter(param_name)
+
+    def skips(self) -> dict[tuple[StageId, StageId], int]:
+        """The skips that begin or end here, from which stage to which, with how many values."""
+        arriving = {(source, self.stage_index): n for source, n in self.skips_in.items()}
+        return arriving | {(self.stage_index, target): n for target, n in self.skips_out.items()}
+
+    def share_out(self, mb: MicrobatchId, outputs: Any) -> list[tuple[Any, ...]]:
+        """The outputs as arguments: for the next stage, then for each one in `skips_out`."""
+        arguments = as_arguments(outputs)
+        if not self.skips_out:
+            return [arguments]
+        counts = list(self.skips_out.values())
+        if len(arguments) < sum(counts):
+            raise PipeliningShapeError(
+                f"stage {self.stage_index}, microbatch {mb}: {len(arguments)} outputs, but "
+                f"skips_out has {sum(counts)}. Let the module return a tuple with those last."
+            )
+        shares = []
+        for count in reversed(counts):
+            split = len(arguments) - count
+            arguments, share = arguments[:split], arguments[split:]
+            shares.append(share)
+        return [arguments, *reversed(shares)]
 
     def check_inputs(self, mb: MicrobatchId, args: tuple[Any, ...]) -> None:
         """Raises if the arguments are not like the `input_args` that were given."""
@@ -282,6 +316,21 @@ def _check_tied(
                 f"Expected names as in named_parameters(): the closest are {close}."
             )
     return dict(tied)
+
+
+def _check_skips(
+    name: str, stage_index: StageId, skips: Mapping[StageId, int] | None, others: range
+) -> dict[StageId, int]:
+    if skips is None:
+        return {}
+    for stage, count in skips.items():
+        if stage not in others or not isinstance(count, int) or count < 1:
+            expected = f"from {others[0]} to {others[-1]}" if others else "none, as it has none"
+            raise StageError(
+                f"stage {stage_index}: {name} is {dict(skips)}. Expected how many values, by "
+                f"stages that are no neighbours: {expected}."
+            )
+    return dict(sorted(skips.items()))
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -46,7 +46,7 @@ def _sent(program: Program, receiver: int) -> list[int]:
         if isinstance(entry.action, SEND_TYPES)
         for task in entry.tasks
     ]
-    return [key for key in made if key is not None and program.inputs.channel(key)[1] == receiver]
+    return [key for key in made if key is not None and program.routes.channel(key)[1] == receiver]
 
 
 def _check_computes(schedule: Schedule) -> None:
@@ -253,7 +253,7 @@ def test_a_schedule_with_communication_is_taken_as_it_is() -> None:
     )
     schedule.verify()
     first, second = _programs(schedule)
-    inputs = first.inputs
+    inputs = Inputs(schedule)
     assert [
         Forward(0, 0),
         Forward(0, 1),

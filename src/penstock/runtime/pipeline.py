@@ -23,10 +23,10 @@ from penstock.ir import (
     SendGradient,
 )
 from penstock.ir.action import COMPUTE_TYPES, compute_parts, parts
-from penstock.ir.inputs import Input
 from penstock.microbatch import merge_chunks, split_args_kwargs_into_chunks, split_target
 from penstock.runtime.messages import Form
 from penstock.runtime.program import forward_only, make_program
+from penstock.runtime.routes import Key, check_skips
 from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
 from penstock.runtime.tied import TiedGrads, Ties, claim, tie
 from penstock.runtime.wire import Wire
@@ -74,14 +74,17 @@ class Pipeline:
             loss_fn, scale_grads, on_grads_ready or _ignore, custom_functions={}
         )
         rank = held[0].group_rank
-        self._forward_program = make_program(forward_only(self.schedule), rank)
-        self._program = make_program(self.schedule, rank, whole=self._compiled_stages())
+        self._skips = {skip: count for stage in held for skip, count in stage.skips().items()}
+        self._forward_program = make_program(forward_only(self.schedule), rank, skips=self._skips)
+        self._program = make_program(
+            self.schedule, rank, whole=self._compiled_stages(), skips=self._skips
+        )
         self._has_backward = loss_fn is not None and any(
             not isinstance(part, Forward)
             for action in self.schedule.orders[rank]
             for part in compute_parts(action)
         )
-        self._forms: dict[bool, dict[Input, Form]] = {True: {}, False: {}}
+        self._forms: dict[bool, dict[Key, Form]] = {True: {}, False: {}}
         self._comm: AbstractComm | None = None
         self._is_dynamic = False
         self._ties = Ties({}, {}, frozenset())
@@ -260,12 +263,13 @@ class Pipeline:
             "the cut": self._first.cut or "none",
         }
         is_dynamic = any(stage.dynamic_shapes for stage in self.stages.values())
-        gathered = self._comm.gather((own, is_dynamic, claim(self.stages)))
-        check_agreement([values for values, _, _ in gathered])
-        self._is_dynamic = any(dynamic for _, dynamic, _ in gathered)
+        gathered = self._comm.gather((own, is_dynamic, claim(self.stages), self._skips))
+        check_agreement([values for values, _, _, _ in gathered])
+        check_skips([skips for _, _, _, skips in gathered], self.schedule.placement.ranks)
+        self._is_dynamic = any(dynamic for _, dynamic, _, _ in gathered)
         self._ties = tie(
             self._comm.rank,
-            [claims for _, _, claims in gathered],
+            [claims for _, _, claims, _ in gathered],
             is_one_process=isinstance(group, LocalGroup),
         )
 

@@ -5,7 +5,7 @@ input comes from, in which order the messages of each channel come, which backwa
 weight gradient is a stage's last, and when a message that was sent has surely been received.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from penstock.ir import (
@@ -19,9 +19,10 @@ from penstock.ir import (
     Schedule,
     StageId,
 )
-from penstock.ir.action import RECV_TYPES, SEND_TYPES, Send, SingleCompute, compute_parts
-from penstock.ir.inputs import Input, Inputs
+from penstock.ir.action import RECV_TYPES, SEND_TYPES, Send, SingleCompute, compute_parts, parts
+from penstock.ir.inputs import Described, Input
 from penstock.passes import add_comms
+from penstock.runtime.routes import Key, Routes, Skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,13 @@ class Task:
 
     action: SingleCompute | Send
     needs: Input | None
-    """What it waits for, if anything."""
+    """What it waits for from the stage next to it, if anything."""
     makes: Input | None
-    """What it makes for another stage, or sends; nothing if it is a weight backward, say."""
+    """What it makes for the stage next to it, or sends; nothing for a weight backward, say."""
+    needs_from_afar: tuple[Described, ...]
+    """What it waits for that skips stages."""
+    makes_for_afar: tuple[Described, ...]
+    """What it makes that skips stages."""
     is_split: bool
     """Whether this microbatch's backward on this stage comes in two halves."""
     completes_grads: bool
@@ -52,35 +57,49 @@ class Program:
     """What `rank` does in a step."""
 
     rank: Rank
-    inputs: Inputs
+    routes: Routes
     entries: tuple[Entry, ...]
-    arriving: dict[Rank, tuple[Input, ...]]
+    arriving: dict[Rank, tuple[Key, ...]]
     """By sender, the messages in the order in which they come."""
-    received_before: dict[Input, tuple[Rank, int]]
+    received_before: dict[Key, tuple[Rank, int]]
     """For messages that arrive: their sender, and how many of ours it has received by then."""
 
 
 def make_program(
-    schedule: Schedule, rank: Rank, *, whole: Container[StageId] = frozenset()
+    schedule: Schedule,
+    rank: Rank,
+    *,
+    whole: Container[StageId] = frozenset(),
+    skips: Collection[Skip] = (),
 ) -> Program:
     """The program of `rank`; sends and receives are added if the schedule has none.
 
     The stages in `whole` run full backwards: where the schedule has I, and nothing where it has W.
+    `skips` are those that begin or end at a stage of this rank.
     """
     lowered = schedule if schedule.has_comms else add_comms(schedule)
-    inputs = Inputs(lowered)
-    order = lowered.orders[rank]
-    arriving: dict[Rank, list[Input]] = {}
-    for action in order:
-        for key in inputs.received(action):
-            arriving.setdefault(inputs.channel(key).sender, []).append(key)
+    routes = Routes(lowered, skips)
+    arriving = {
+        sender: tuple(_sent_to(rank, order, routes))
+        for sender, order in enumerate(lowered.orders)
+        if sender != rank
+    }
     return Program(
         rank=rank,
-        inputs=inputs,
-        entries=tuple(_entries(_fused(order, whole), inputs)),
-        arriving={sender: tuple(keys) for sender, keys in arriving.items()},
-        received_before=_acknowledgements(lowered, inputs, rank),
+        routes=routes,
+        entries=tuple(_entries(_fused(lowered.orders[rank], whole), routes)),
+        arriving={sender: keys for sender, keys in arriving.items() if keys},
+        received_before=_acknowledgements(lowered, routes, rank),
     )
+
+
+def _sent_to(receiver: Rank, order: Iterable[Action], routes: Routes) -> Iterator[Key]:
+    """What goes to one rank, in order."""
+    for action in order:
+        for part in parts(action):
+            for key in routes.sent(part):
+                if routes.channel(key).receiver == receiver:
+                    yield key
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -103,12 +122,12 @@ def _fused(order: Iterable[Action], whole: Container[StageId]) -> Iterator[Actio
             yield action
 
 
-def _entries(actions: Iterable[Action], inputs: Inputs) -> Iterator[Entry]:
+def _entries(actions: Iterable[Action], routes: Routes) -> Iterator[Entry]:
     order = tuple(actions)
-    parts = [part for action in order for part in compute_parts(action)]
-    split = {(part.stage, part.mb) for part in parts if isinstance(part, BackwardInput)}
+    computes = [part for action in order for part in compute_parts(action)]
+    split = {(part.stage, part.mb) for part in computes if isinstance(part, BackwardInput)}
     last: dict[StageId, SingleCompute] = {
-        part.stage: part for part in parts if isinstance(part, Backward | BackwardWeight)
+        part.stage: part for part in computes if isinstance(part, Backward | BackwardWeight)
     }
     for action in order:
         if isinstance(action, RECV_TYPES):
@@ -121,8 +140,10 @@ def _entries(actions: Iterable[Action], inputs: Inputs) -> Iterator[Entry]:
             tuple(
                 Task(
                     task,
-                    needs=_only(inputs.needed(task)),
-                    makes=_only(inputs.made(task) or inputs.sent(task)),
+                    needs=routes.needed_from_neighbour(task),
+                    makes=routes.made_for_neighbour(task),
+                    needs_from_afar=routes.needed_from_afar(task),
+                    makes_for_afar=routes.made_for_afar(task),
                     is_split=(task.stage, task.mb) in split,
                     completes_grads=last.get(task.stage) == task,
                 )
@@ -131,31 +152,24 @@ def _entries(actions: Iterable[Action], inputs: Inputs) -> Iterator[Entry]:
         )
 
 
-def _only(keys: tuple[Input, ...]) -> Input | None:
-    return keys[0] if keys else None
-
-
 def _acknowledgements(
-    schedule: Schedule, inputs: Inputs, rank: Rank
-) -> dict[Input, tuple[Rank, int]]:
+    schedule: Schedule, routes: Routes, rank: Rank
+) -> dict[Key, tuple[Rank, int]]:
     """For each message that comes to `rank`: how many of ours its sender has received by then.
 
     A rank acts in order, so what it has waited for before it sends has arrived. That lets go of
     what was sent without asking the backend, which for gloo does not know before it is waited for.
     """
-    known: dict[Input, tuple[Rank, int]] = {}
+    known: dict[Key, tuple[Rank, int]] = {}
     for sender, order in enumerate(schedule.orders):
         # Messages of a channel arrive in order: if one has been waited for, so have those before.
-        ours = [key for action in order for key in inputs.received(action)]
-        place = {
-            key: number
-            for number, key in enumerate((k for k in ours if inputs.channel(k).sender == rank), 1)
-        }
+        ours = _sent_to(sender, schedule.orders[rank], routes)
+        place = {key: number for number, key in enumerate(ours, 1)}
         received = 0
-        for action in order:
-            for key in inputs.needed(action):
+        for part in (part for action in order for part in parts(action)):
+            for key in routes.needed(part):
                 received = max(received, place.get(key, 0))
-            for key in inputs.sent(action):
-                if inputs.channel(key).receiver == rank:
+            for key in routes.sent(part):
+                if routes.channel(key).receiver == rank:
                     known[key] = sender, received
     return known

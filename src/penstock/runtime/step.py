@@ -19,16 +19,15 @@ from penstock.ir import (
     StageId,
 )
 from penstock.ir.action import SEND_TYPES
-from penstock.ir.inputs import Input
 from penstock.runtime.messages import flatten, unflatten
 from penstock.runtime.program import Entry, Program, Task
+from penstock.runtime.routes import Key
 from penstock.runtime.tied import TiedGrads
 from penstock.runtime.wire import Wire
 from penstock.stage import (
     PipelineStage,
     StagePass,
     WeightBackward,
-    as_arguments,
     as_outputs,
     do_nothing,
     needs_grad,
@@ -79,11 +78,10 @@ class _InFlight:
     """A microbatch on a stage, between its forward and the end of its backward."""
 
     stage_pass: StagePass
-    inputs: list[Any]
-    """The leaves of the message that came."""
-    outputs: list[Any]
-    """The leaves of the message that went on; none on the last stage."""
-    structure: pytree.TreeSpec | None
+    inputs: list[list[Any]]
+    """The leaves of each message that came: those from afar, and last the neighbour's."""
+    outputs: list[Message]
+    """What went on: to the next stage, then to those further away; nothing on the last stage."""
     outside: list[tuple[Tensor, Tensor]]
     """Tensors of the caller's that need a gradient, each with what stood in for it."""
     loss: Tensor | None
@@ -107,7 +105,7 @@ class Step:
     """What is being run, for whoever has to say where it went wrong."""
     _left: list[Task] = field(default_factory=list)
     """What a custom function has still to run."""
-    _made: dict[Input, Message] = field(default_factory=dict)
+    _made: dict[Key, Message] = field(default_factory=dict)
     _in_flight: dict[tuple[StageId, MicrobatchId], _InFlight] = field(default_factory=dict)
     _pending: dict[tuple[StageId, MicrobatchId], WeightBackward] = field(default_factory=dict)
     _seed: Tensor | None = None
@@ -176,11 +174,15 @@ class Step:
                     self._backward(task, self.stages[action.stage], action.mb)
 
     def _forward(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
-        inputs: list[Any] = []
-        if task.needs is None:
-            args = self.batch.args[mb]
-        else:
-            inputs, args = self._take_activation(task.needs)
+        inputs: list[list[Any]] = []
+        args: tuple[Any, ...] = ()
+        for key in (*task.needs_from_afar, task.needs):
+            if key is None:
+                args += self.batch.args[mb]
+            else:
+                leaves, values = self._take_activation(key)
+                inputs.append(leaves)
+                args += values
         kwargs = self.batch.kwargs[mb]
         stage.check_inputs(mb, args)
         if not self.has_backward:
@@ -193,27 +195,34 @@ class Step:
         if kwargs:
             kwargs = _stand_ins(kwargs, outside)
         stage_pass = stage.forward(args, kwargs, is_split=task.is_split)
-        loss, message = self._hand_on(task, stage, mb, stage_pass.outputs)
-        leaves, structure = message if message is not None else ([], None)
+        loss, messages = self._hand_on(task, stage, mb, stage_pass.outputs)
         self._in_flight[stage.stage_index, mb] = _InFlight(
-            stage_pass, inputs, leaves, structure, outside, loss
+            stage_pass, inputs, messages, outside, loss
         )
 
     def _hand_on(
         self, task: Task, stage: PipelineStage, mb: MicrobatchId, outputs: Any
-    ) -> tuple[Tensor | None, Message | None]:
-        """Put a forward's outputs where they are needed: the next stage, the loss, the caller."""
+    ) -> tuple[Tensor | None, list[Message]]:
+        """Put a forward's outputs where they are needed: other stages, the loss, the caller."""
         stage.check_outputs(mb, outputs)
         if task.makes is not None:
-            message = flatten(as_arguments(outputs))
-            self._made[task.makes] = message
-            return None, message
+            messages = [flatten(values) for values in stage.share_out(mb, outputs)]
+            self._made[task.makes] = messages[0]
+            self._send_afar(task, messages[1:])
+            return None, messages
         loss = None
         if self.settings.loss_fn is not None:
             loss = self._compute_loss(mb, outputs)
         if self.keeps_outputs:
             self.outputs[mb] = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
-        return loss, None
+        return loss, []
+
+    def _send_afar(self, task: Task, messages: list[Message]) -> None:
+        for key, message in zip(task.makes_for_afar, messages, strict=True):
+            if self.program.routes.is_message(key):
+                self.wire.send(key, *message)
+            else:
+                self._made[key] = message
 
     def _compute_loss(self, mb: MicrobatchId, outputs: Any) -> Tensor | None:
         assert self.settings.loss_fn is not None
@@ -237,9 +246,9 @@ class Step:
             )
         return loss
 
-    def _take_activation(self, key: Input) -> tuple[list[Any], tuple[Any, ...]]:
+    def _take_activation(self, key: Key) -> tuple[list[Any], tuple[Any, ...]]:
         """The leaves that a forward differentiates by, and its arguments made of them."""
-        if self.program.inputs.is_message(key):
+        if self.program.routes.is_message(key):
             form, tensors = self.wire.receive(key)
             for tensor, like in zip(tensors, form.tensors, strict=True):
                 tensor.requires_grad_(like.requires_grad)
@@ -257,9 +266,13 @@ class Step:
         for tensor, stand_in in flight.outside:
             if (grad := found.get(id(stand_in))) is not None:
                 self._outside_grads.append((tensor, grad))
+        messages = [
+            flatten(tuple(found.get(id(x)) for x in leaves if needs_grad(x)))
+            for leaves in flight.inputs
+        ]
         if task.makes is not None:
-            needed = (found.get(id(x)) for x in flight.inputs if needs_grad(x))
-            self._made[task.makes] = flatten(tuple(needed))
+            self._made[task.makes] = messages.pop()
+        self._send_afar(task, messages)
         if isinstance(task.action, Backward):
             pending()
         else:
@@ -277,11 +290,15 @@ class Step:
                 return flight.stage_pass.backward(self._seed_of(flight.loss), flight.loss)
         else:
             assert task.needs is not None
-            assert flight.structure is not None
-            arriving = iter(self._take_gradient(task.needs))
-            grads = [next(arriving) if needs_grad(leaf) else None for leaf in flight.outputs]
-            if any(grad is not None for grad in grads):
-                arguments = unflatten(grads, flight.structure)
+            arguments: tuple[Any, ...] = ()
+            is_needed = False
+            keys: list[Key] = [task.needs, *task.needs_from_afar]
+            for key, (leaves, structure) in zip(keys, flight.outputs, strict=True):
+                arriving = iter(self._take_gradient(key))
+                grads = [next(arriving) if needs_grad(leaf) else None for leaf in leaves]
+                is_needed = is_needed or any(grad is not None for grad in grads)
+                arguments += unflatten(grads, structure)
+            if is_needed:
                 return flight.stage_pass.backward(as_outputs(arguments, outputs))
         return (None,) * len(flight.stage_pass.inputs), do_nothing
 
@@ -292,9 +309,9 @@ class Step:
             self._seed = torch.full_like(loss, share, requires_grad=False)
         return self._seed
 
-    def _take_gradient(self, key: Input) -> list[Tensor | None]:
+    def _take_gradient(self, key: Key) -> list[Tensor | None]:
         """The gradients of those outputs that need one, in order; None if nobody used it."""
-        if not self.program.inputs.is_message(key):
+        if not self.program.routes.is_message(key):
             leaves, _ = self._made.pop(key)
             return leaves
         form, tensors = self.wire.receive(key)

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from penstock.comm import AbstractComm, Transfer
 from penstock.errors import StageError
 from penstock.ir import Rank
-from penstock.ir.inputs import Input
 from penstock.runtime.messages import Form, as_sent, pickle_form
 from penstock.runtime.program import Program
+from penstock.runtime.routes import Key
 
 # How many messages of a channel are posted while one is waited for, that one included: the next
 # can come while the rank computes.
@@ -29,11 +29,11 @@ class Wire:
         comm: AbstractComm,
         program: Program,
         device: torch.device,
-        forms: dict[Input, Form],
+        forms: dict[Key, Form],
     ) -> None:
         self._comm = comm
         self._program = program
-        self._inputs = program.inputs
+        self._routes = program.routes
         self._device = device
         self._forms = forms
         self._inboxes = {sender: _Inbox(keys) for sender, keys in program.arriving.items()}
@@ -41,9 +41,9 @@ class Wire:
         for sender, inbox in self._inboxes.items():
             self._post_ahead(sender, inbox)
 
-    def send(self, key: Input, leaves: list[Any], structure: pytree.TreeSpec) -> None:
+    def send(self, key: Key, leaves: list[Any], structure: pytree.TreeSpec) -> None:
         """Send a message; raises before anything is sent if it is not as in the first step."""
-        receiver = self._inputs.channel(key).receiver
+        receiver = self._routes.channel(key).receiver
         outbox = self._outboxes.setdefault(receiver, _Outbox())
         outbox.num_sent += 1
         form = self._forms.get(key)
@@ -54,16 +54,16 @@ class Wire:
                 form = self._send_form(key, form, outbox, receiver)
             self._forms[key] = form
         else:
-            if self._inputs.answered(key) is not None:
+            if self._routes.answered(key) is not None:
                 leaves = form.filled(leaves, self._device)
             form.check(self._place(key), leaves, structure)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._send_tensor(key, as_sent(leaf), outbox, receiver)
 
-    def receive(self, key: Input) -> tuple[Form, list[Tensor]]:
+    def receive(self, key: Key) -> tuple[Form, list[Tensor]]:
         """Wait for a message; returns its form and its tensors."""
-        sender = self._inputs.channel(key).sender
+        sender = self._routes.channel(key).sender
         inbox = self._inboxes[sender]
         while key not in inbox.posted:
             self._post_next(sender, inbox)
@@ -87,7 +87,7 @@ class Wire:
             _, key, _, transfer = outbox.sent.popleft()
             transfer.wait(partial(self._describe_send, key))
 
-    def _check_dense(self, key: Input, leaves: list[Any]) -> None:
+    def _check_dense(self, key: Key, leaves: list[Any]) -> None:
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
                 raise StageError(
@@ -96,7 +96,7 @@ class Wire:
                     "stage, with to_dense() say."
                 )
 
-    def _send_form(self, key: Input, form: Form, outbox: "_Outbox", receiver: Rank) -> Form:
+    def _send_form(self, key: Key, form: Form, outbox: "_Outbox", receiver: Rank) -> Form:
         """Returns the form as the receiver has it: the stage may change values of its own."""
         try:
             pickled = bytearray(pickle_form(form))
@@ -111,7 +111,7 @@ class Wire:
         self._send_tensor(key, body, outbox, receiver)
         return Form.of_tree(pickle.loads(pickled))
 
-    def _send_tensor(self, key: Input, tensor: Tensor, outbox: "_Outbox", receiver: Rank) -> None:
+    def _send_tensor(self, key: Key, tensor: Tensor, outbox: "_Outbox", receiver: Rank) -> None:
         transfer = self._comm.send(tensor, receiver)
         outbox.sent.append((outbox.num_sent, key, tensor, transfer))
 
@@ -134,7 +134,7 @@ class Wire:
         transfers = [self._comm.recv(tensor, sender) for tensor in tensors]
         inbox.posted[key] = form, tensors, transfers
 
-    def _receive_form(self, key: Input, sender: Rank) -> Form:
+    def _receive_form(self, key: Key, sender: Rank) -> Form:
         if self._is_void(key):
             return Form.of_tree(())
         size = torch.empty(1, dtype=torch.int64, device=self._device)
@@ -144,29 +144,29 @@ class Wire:
         self._comm.recv(body, sender).wait(described)
         return Form.of_tree(pickle.loads(bytes(body.tolist())))
 
-    def _is_void(self, key: Input) -> bool:
+    def _is_void(self, key: Key) -> bool:
         """Whether nothing is ever sent: it is a gradient, of an activation that needs none."""
-        activation = self._inputs.answered(key)
+        activation = self._routes.answered(key)
         if activation is None:
             return False
         return not any(tensor.requires_grad for tensor in self._forms[activation].tensors)
 
-    def _place(self, key: Input) -> str:
-        is_gradient, maker, _, mb = self._inputs.describe(key)
+    def _place(self, key: Key) -> str:
+        is_gradient, maker, _, mb = self._routes.describe(key)
         return f"stage {maker}, microbatch {mb}: {'input gradient' if is_gradient else 'output'}"
 
-    def _describe_receive(self, key: Input) -> str:
-        is_gradient, maker, stage, mb = self._inputs.describe(key)
+    def _describe_receive(self, key: Key) -> str:
+        is_gradient, maker, stage, mb = self._routes.describe(key)
         what = "gradient" if is_gradient else "activation"
-        sender = self._inputs.channel(key).sender
+        sender = self._routes.channel(key).sender
         return (
             f"the {what} of microbatch {mb} for stage {stage} from stage {maker} on rank {sender}"
         )
 
-    def _describe_send(self, key: Input) -> str:
-        is_gradient, maker, stage, mb = self._inputs.describe(key)
+    def _describe_send(self, key: Key) -> str:
+        is_gradient, maker, stage, mb = self._routes.describe(key)
         what = "gradient" if is_gradient else "activation"
-        receiver = self._inputs.channel(key).receiver
+        receiver = self._routes.channel(key).receiver
         return (
             f"stage {stage} on rank {receiver} to take the {what} of microbatch {mb} "
             f"from stage {maker}"
@@ -176,10 +176,10 @@ class Wire:
 class _Inbox:
     """What comes from one rank: all of it in order, and what is posted."""
 
-    def __init__(self, keys: tuple[Input, ...]) -> None:
+    def __init__(self, keys: tuple[Key, ...]) -> None:
         self.keys = keys
         self.num_posted = 0
-        self.posted: dict[Input, tuple[Form, list[Tensor], list[Transfer]]] = {}
+        self.posted: dict[Key, tuple[Form, list[Tensor], list[Transfer]]] = {}
 
 
 class _Outbox:
@@ -187,4 +187,4 @@ class _Outbox:
 
     def __init__(self) -> None:
         self.num_sent = 0
-        self.sent: deque[tuple[int, Input, Tensor, Transfer]] = deque()
+        self.sent: deque[tuple[int, Key, Tensor, Transfer]] = deque()

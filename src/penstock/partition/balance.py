@@ -1,0 +1,141 @@
+"""Cuts a model so that the slowest rank is as fast as it can be."""
+
+from collections.abc import Iterable
+from fractions import Fraction
+
+from penstock.errors import PartitionError
+from penstock.ir.placement import Placement
+from penstock.partition.cut import Partition
+from penstock.partition.load import Limit, Load
+from penstock.partition.memory import MemoryLimit
+from penstock.partition.paired import cut_loop, cut_v
+from penstock.partition.single import least_maximum, most_even
+from penstock.partition.values import to_float, to_floats
+
+
+def balance(
+    costs: Iterable[float],
+    num_stages: int,
+    *,
+    placement: Placement | None = None,
+    memory: MemoryLimit | None = None,
+    slack: float = 0.0,
+) -> Partition:
+    """Cuts layers into `num_stages` stages such that the slowest rank costs as little as it can.
+
+    `costs` has one number per layer: the time of its forward and backward, say. Each stage gets
+    at least one layer. Without a `placement` each rank holds one stage.
+
+    In the steady part of a step a rank does all of its stages once for each microbatch, and the
+    slowest rank sets the pace. So what counts is the cost of a rank, which is that of all of its
+    stages; these need not be equal.
+
+    >>> balance([1, 1, 1, 1, 4], 3).stage_costs
+    (2.0, 2.0, 4.0)
+    >>> balance([1, 1, 1, 1, 4], 4, placement=Placement.v(2)).rank_costs
+    (5.0, 3.0)
+    >>> balance([1] * 12, 4, placement=Placement.v(2)).stage_costs
+    (3.0, 3.0, 3.0, 3.0)
+
+    How good the result is depends on the placement:
+
+    - One stage per rank: no cut has a faster slowest rank. Of the cuts that are as fast, the most
+      even one: that with the least sum of squares of the stages' costs.
+    - Two stages per rank, in a loop or a V: no cut has a faster slowest rank. Of the cuts that
+      are as fast, one with the fastest slowest stage. With `slack`, the slowest rank may be slower
+      by that share of its cost (0.02 is 2 %) where that makes the slowest stage faster: no cut
+      within the slack has a faster slowest stage, and of those that have the same, none has a
+      faster slowest rank. For any other placement `slack` means nothing.
+    - Any other: no cut has a faster slowest stage, and of those it is the most even one; a cut
+      with a faster slowest rank may exist. `memory` is only checked: a cut that fits may exist
+      even if the check fails.
+
+    Sums are exact, so the same input gives the same result everywhere.
+    """
+    each = to_floats("costs", costs, per="layer")
+    _check_counts(len(each), num_stages)
+    if placement is None:
+        placement = Placement.linear(num_stages)
+    _check_placement(placement, num_stages)
+    share = Fraction(to_float("slack", slack))
+    time = Load.of([[Fraction(cost) for cost in each]] * num_stages)
+    if memory is None:
+        starts = _cut(time, Limit.none(time), placement, share)
+        assert starts is not None, "without a limit there is always a cut"
+    else:
+        starts = _cut_within(memory, time, placement, share)
+    return Partition(starts, each, placement)
+
+
+def _cut_within(
+    memory: MemoryLimit, time: Load, placement: Placement, slack: Fraction
+) -> tuple[int, ...]:
+    if not isinstance(memory, MemoryLimit):
+        raise PartitionError(
+            f"memory is {memory!r}. Expected a MemoryLimit, which also says what the layers take."
+        )
+    load = Load.of(memory.by_stage(time.num_layers, time.num_stages))
+    limit = Limit(load, int(Fraction(memory.cap) / load.unit))
+    starts = _cut(time, limit, placement, slack)
+    if starts is None:
+        lightest = _cut(load, Limit.none(load), placement, Fraction(0))
+        assert lightest is not None, "without a limit there is always a cut"
+        raise PartitionError(
+            f"No cut into {time.num_stages} stages fits memory.cap, which is {memory.cap}. "
+            f"Expected at least {load.to_float(max(_by_rank(load, lightest, placement)))}. "
+            "Raise the cap, or take more ranks or fewer microbatches in flight."
+        )
+    by_rank = _by_rank(load, starts, placement)
+    if max(by_rank) > limit.most:
+        raise PartitionError(
+            f"Rank {by_rank.index(max(by_rank))} would need {load.to_float(max(by_rank))} of "
+            f"memory, but memory.cap is {memory.cap}. For this placement the stages are made "
+            "equal, and the cap is only checked. Raise the cap, or place one stage on each rank, "
+            "or two in a loop or a V: then cuts are sought that fit."
+        )
+    return starts
+
+
+def _cut(load: Load, limit: Limit, placement: Placement, slack: Fraction) -> tuple[int, ...] | None:
+    """The first layer of each stage; None if no cut keeps to `limit`."""
+    num_ranks = placement.num_ranks
+    there, back = placement.ranks[:num_ranks], placement.ranks[num_ranks:]
+    if len(set(there)) == num_ranks and back in (there, there[::-1]):
+        cut = cut_v if back == there[::-1] else cut_loop
+        return cut(load, limit, slack)
+    if back:  # Some rank has more stages than one, in a way that no search here knows.
+        limit = Limit.none(load)
+    maximum = least_maximum(load, limit)
+    return None if maximum is None else most_even(load, limit, maximum)
+
+
+def _by_rank(load: Load, starts: tuple[int, ...], placement: Placement) -> list[int]:
+    by_stage = load.of_stages(starts)
+    return [
+        sum(by_stage[stage] for stage in placement.stages_of(rank))
+        for rank in range(placement.num_ranks)
+    ]
+
+
+def _check_counts(num_layers: int, num_stages: int) -> None:
+    if not isinstance(num_stages, int) or num_stages < 1:
+        raise PartitionError(f"num_stages is {num_stages!r}. Expected a whole number from 1 up.")
+    if num_layers == 0:
+        raise PartitionError("costs is empty. Give the cost of each layer, and at least one.")
+    if num_stages > num_layers:
+        raise PartitionError(
+            f"{num_layers} layers cannot be cut into {num_stages} stages. "
+            "Each stage needs at least one layer: take fewer stages, or smaller layers."
+        )
+
+
+def _check_placement(placement: Placement, num_stages: int) -> None:
+    if not isinstance(placement, Placement):
+        raise PartitionError(
+            f"placement is {placement!r}. Expected a Placement, such as Placement.v(2)."
+        )
+    if placement.num_stages != num_stages:
+        raise PartitionError(
+            f"placement has {placement.num_stages} stages, but num_stages is {num_stages}. "
+            "Expected the same number in both."
+        )

@@ -1,0 +1,50 @@
+"""The layers of each stage."""
+
+import math
+from dataclasses import dataclass
+
+from penstock.ir.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Layers cut into stages, and what they cost; made by `balance`."""
+
+    starts: tuple[int, ...]
+    """The first layer of each stage."""
+    costs: tuple[float, ...]
+    """The cost of each layer."""
+    placement: Placement
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.starts)
+
+    def layers_of(self, stage: int) -> range:
+        """The layers of `stage`; never empty."""
+        ends = (*self.starts[1:], len(self.costs))
+        return range(self.starts[stage], ends[stage])
+
+    @property
+    def stage_costs(self) -> tuple[float, ...]:
+        return tuple(
+            math.fsum(self.costs[layer] for layer in self.layers_of(stage))
+            for stage in range(self.num_stages)
+        )
+
+    @property
+    def rank_costs(self) -> tuple[float, ...]:
+        """The cost of each rank: that of all of its stages."""
+        return tuple(
+            math.fsum(
+                self.costs[layer]
+                for stage in self.placement.stages_of(rank)
+                for layer in self.layers_of(stage)
+            )
+            for rank in range(self.placement.num_ranks)
+        )
+
+    @property
+    def slowest(self) -> float:
+        """The cost of the slowest rank, which the others wait for."""
+        return max(self.rank_costs)

@@ -1,0 +1,111 @@
+"""What actions wait for, from neighbouring stages and from those further away.
+
+A value that a later stage than the next one uses is sent there directly, past those in between:
+it *skips* them. No schedule knows of this, and none need to: F(s) → F(s+1) → … → F(t) is in every
+schedule already, and so is the way back, so a message from s to t adds no circle to what waits for
+what. It is sent as soon as it is made, and is one more in the order of its channel.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
+
+from penstock.errors import AgreementError
+from penstock.ir import Action, Forward, Rank, Schedule, StageId
+from penstock.ir.action import URGENT_BACKWARD_TYPES
+from penstock.ir.inputs import Channel, Described, Input, Inputs
+
+Skip: TypeAlias = tuple[StageId, StageId]
+"""From which stage to which; never neighbours."""
+
+Key: TypeAlias = Input | Described
+"""An input: one of the schedule's, or one that skips stages, which is described in full."""
+
+
+class Routes:
+    """The inputs of a schedule, and those that skip stages; of an overlap, ask for its parts."""
+
+    def __init__(self, schedule: Schedule, skips: Collection[Skip] = ()) -> None:
+        self._inputs = Inputs(schedule)
+        self._ranks = schedule.placement.ranks
+        self._sources: dict[StageId, list[StageId]] = {}
+        self._targets: dict[StageId, list[StageId]] = {}
+        for source, target in sorted(skips):
+            self._sources.setdefault(target, []).append(source)
+            self._targets.setdefault(source, []).append(target)
+
+    def channel(self, key: Key) -> Channel:
+        """Who makes an input, and who needs it."""
+        if isinstance(key, Described):
+            return Channel(self._ranks[key.maker], self._ranks[key.stage])
+        return self._inputs.channel(key)
+
+    def is_message(self, key: Key) -> bool:
+        """Whether an input comes from another rank."""
+        sender, receiver = self.channel(key)
+        return sender != receiver
+
+    def describe(self, key: Key) -> Described:
+        """An input in words that people use."""
+        return key if isinstance(key, Described) else self._inputs.describe(key)
+
+    def answered(self, key: Key) -> Key | None:
+        """The activation that a gradient is the gradient of; None for an activation."""
+        if isinstance(key, Described):
+            return Described(False, key.stage, key.maker, key.mb) if key.is_gradient else None
+        return self._inputs.answered(key)
+
+    def needed_from_neighbour(self, action: Action) -> Input | None:
+        return _only(self._inputs.needed(action))
+
+    def made_for_neighbour(self, action: Action) -> Input | None:
+        """What a compute action makes, or what a send sends."""
+        return _only(self._inputs.made(action) or self._inputs.sent(action))
+
+    def needed_from_afar(self, action: Action) -> tuple[Described, ...]:
+        """What a compute action waits for that skips stages, by stage."""
+        if isinstance(action, Forward):
+            makers = self._sources.get(action.stage, ())
+            return tuple(Described(False, maker, action.stage, action.mb) for maker in makers)
+        if isinstance(action, URGENT_BACKWARD_TYPES):
+            makers = self._targets.get(action.stage, ())
+            return tuple(Described(True, maker, action.stage, action.mb) for maker in makers)
+        return ()
+
+    def made_for_afar(self, action: Action) -> tuple[Described, ...]:
+        """What a compute action makes that skips stages, by stage."""
+        if isinstance(action, Forward):
+            takers = self._targets.get(action.stage, ())
+            return tuple(Described(False, action.stage, taker, action.mb) for taker in takers)
+        if isinstance(action, URGENT_BACKWARD_TYPES):
+            takers = self._sources.get(action.stage, ())
+            return tuple(Described(True, action.stage, taker, action.mb) for taker in takers)
+        return ()
+
+    def needed(self, action: Action) -> tuple[Key, ...]:
+        """All that an action waits for."""
+        return *self._inputs.needed(action), *self.needed_from_afar(action)
+
+    def sent(self, action: Action) -> tuple[Key, ...]:
+        """All that an action sends to other ranks: a send its message, others what skips stages."""
+        skipping = filter(self.is_message, self.made_for_afar(action))
+        return *self._inputs.sent(action), *skipping
+
+
+def _only(keys: tuple[Input, ...]) -> Input | None:
+    return keys[0] if keys else None
+
+
+def check_skips(given: Sequence[Mapping[Skip, int]], ranks: Sequence[Rank]) -> None:
+    """Raises if the two ends of a skip were not given the same number of values.
+
+    `given` has, by rank, what its stages send or take; `ranks` has the rank of each stage.
+    """
+    for skip in sorted({skip for known in given for skip in known}):
+        source, target = skip
+        counts = [given[ranks[stage]].get(skip, 0) for stage in skip]
+        if counts[0] != counts[1]:
+            raise AgreementError(
+                f"stage {source} on rank {ranks[source]} sends {counts[0]} values to stage "
+                f"{target}, but stage {target} on rank {ranks[target]} takes {counts[1]} from it. "
+                "Expected the same number: give skips_out and skips_in of one cut."
+            )

@@ -1,0 +1,151 @@
+"""The stages of a traced and marked model, as modules with the model's own names."""
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Node
+
+from penstock.ir import StageId
+from penstock.trace.flow import Flow, find_flow
+from penstock.trace.names import Names, install
+from penstock.trace.pipe import Pipe
+from penstock.trace.restored import module_of, restore
+from penstock.trace.tracing import Trace
+from penstock.trace.training_mode import follow_training_mode
+
+
+def assemble(trace: Trace, *, is_trial: bool = False) -> Pipe:
+    """Cut a traced model at its marks; see `find_flow` for trials."""
+    flow = find_flow(trace.graph_module, is_trial=is_trial)
+    modules = [
+        fx.GraphModule(trace.graph_module, _graph_of(stage, flow, trace), f"Stage{stage}")
+        for stage in range(flow.num_stages)
+    ]
+    tied = _install_all(trace, modules)
+    for module in modules:
+        module.train(trace.model.training)
+    starts = [_describe(nodes[0]) for nodes in flow.computed[1:]]
+    given = {
+        edge: [f"{node.name} {_form(node.meta.get('val'))}" for node in nodes]
+        for edge, nodes in flow.given.items()
+    }
+    return Pipe(modules, tied, starts, given)
+
+
+def _graph_of(stage: StageId, flow: Flow, trace: Trace) -> fx.Graph:
+    """The graph of one stage, whose attributes have the names of the traced graph."""
+    graph = fx.Graph()
+    copies: dict[Node, Node] = {}
+    modules = dict(trace.model.named_modules(remove_duplicate=False))
+    _add_inputs(graph, copies, stage, flow, trace)
+
+    def copy(node: Node) -> Node:
+        # Attributes and constants are copied where they are first used.
+        if node not in copies:
+            assert node.op == "get_attr" or node in flow.constants, node
+            copies[node] = graph.node_copy(node, copy)
+        return copies[node]
+
+    for node in flow.computed[stage]:
+        name = module_of(node, trace.graph_module, modules)
+        if name is None:
+            copies[node] = graph.node_copy(node, copy)
+        else:
+            copies[node] = graph.call_module(name, fx.map_arg(node.args[:1], copy))
+            copies[node].meta = dict(node.meta)
+    if stage < flow.num_stages - 1:
+        graph.output(tuple(copy(node) for node in flow.given_by(stage)))
+    else:
+        (output,) = (node for node in trace.graph_module.graph.nodes if node.op == "output")
+        values = fx.map_arg(list(output.args[0]), copy)
+        graph.output(graph.call_function(trace.give_outputs, (values,)))
+    follow_training_mode(graph)
+    return graph
+
+
+def _add_inputs(
+    graph: fx.Graph, copies: dict[Node, Node], stage: StageId, flow: Flow, trace: Trace
+) -> None:
+    """Let a stage take the model's arguments, or what the stage before it gives."""
+    inputs, kwargs = graph.placeholder("*args"), graph.placeholder("**kwargs")
+    values: Sequence[Node]
+    if stage == 0:
+        values = trace.graph_module.graph.find_nodes(op="placeholder")
+        inputs = graph.call_function(trace.take_inputs, (inputs, kwargs))
+    else:
+        # Keyword arguments are the first stage's, but a rank gives them to all stages it holds.
+        values = flow.taken(stage)
+    for number, node in enumerate(values):
+        if not node.users:
+            continue
+        copy = graph.create_node(
+            "call_function", operator.getitem, (inputs, number), name=node.name
+        )
+        copy.meta = dict(node.meta)
+        if node in flow.written[stage]:
+            # An input of a stage is a leaf, which autograd does not allow to change in place.
+            copy = graph.call_function(torch.ops.aten.clone.default, (copy,))
+        copies[node] = copy
+
+
+def _install_all(trace: Trace, modules: list[fx.GraphModule]) -> list[dict[str, str]]:
+    """Give each stage the attributes that it uses; returns the tied parameters of each.
+
+    A parameter or buffer with several names has all of them in every stage that holds it. One
+    that no stage uses goes to the stage that holds the most of its module.
+    """
+    names = Names(trace.model)
+    holders: defaultdict[Tensor, list[StageId]] = defaultdict(list)
+    others: list[dict[str, Any]] = [{} for _ in modules]
+    for stage, module in enumerate(modules):
+        for target in _attributes(module.graph, trace.model):
+            value = operator.attrgetter(target)(trace.graph_module)
+            if not isinstance(value, Tensor) or value not in names:
+                others[stage][target] = value
+            elif stage not in holders[value]:
+                holders[value].append(stage)
+        # They are there already, in the graph's order.
+        for attributes in (module._parameters, module._buffers, module._modules):
+            attributes.clear()
+    names.add_unused(holders)
+    tied: list[dict[str, str]] = [{} for _ in modules]
+    for value in names:
+        for stage in holders[value]:
+            own = names.install(modules[stage], value, is_first=stage == holders[value][0])
+            if isinstance(own, nn.Parameter) and len(holders[value]) > 1:
+                tied[stage][names.of(value)[0]] = names.of(value)[0]
+    for module, rest in zip(modules, others, strict=True):
+        for target, value in rest.items():
+            install(module, target, value, is_persistent=False, is_constant=True)
+            if isinstance(value, fx.GraphModule):
+                follow_training_mode(value.graph)
+                value.recompile()
+        for node in module.graph.find_nodes(op="call_module"):
+            restore(module, str(node.target), trace.model.get_submodule(str(node.target)))
+    return tied
+
+
+def _attributes(graph: fx.Graph, model: nn.Module) -> Iterable[str]:
+    """The attributes that a graph uses, each once; of modules that it calls, their parameters."""
+    targets = [str(node.target) for node in graph.find_nodes(op="get_attr")]
+    for node in graph.find_nodes(op="call_module"):
+        module = model.get_submodule(str(node.target))
+        targets += [f"{node.target}.{name}" for name, _ in module.named_parameters()]
+    return dict.fromkeys(targets)
+
+
+def _describe(node: Node) -> str:
+    """Where a stage begins: the module whose forward this is in, and the operation."""
+    modules = list(node.meta.get("nn_module_stack", {}).values())
+    return f"{modules[-1][0] or 'forward'} ({node.name})" if modules else node.name
+
+
+def _form(value: Any) -> str:
+    """A value in words, but for what it is."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__

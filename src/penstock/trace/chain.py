@@ -1,0 +1,212 @@
+"""Modules that are called one after the other, and stages made of them."""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import PartitionError
+from penstock.ir import StageId
+from penstock.stage import as_arguments
+from penstock.trace.marks import unknown_name
+from penstock.trace.names import Names, install
+from penstock.trace.pipe import Pipe
+
+Layer: TypeAlias = nn.Module | Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The layers of a model in the order of their calls, by name; functions have names too."""
+
+    model: nn.Module
+    names: list[str]
+    layers: list[Layer]
+
+    @classmethod
+    def of(cls, model: nn.Module, layers: Sequence[str | Callable[..., Any]] | None) -> "Chain":
+        """The chain that `layers` describes, or that a Sequential is."""
+        if layers is None:
+            if not _is_sequence(model):
+                raise PartitionError(
+                    f"{type(model).__name__} has a forward of its own, so that the order of its "
+                    "modules is not known. Give layers, the names of its modules in the order in "
+                    "which they are called, or trace it with penstock.pipeline()."
+                )
+            found: list[tuple[str, Layer]] = list(_expand("", model))
+        else:
+            found = [pair for layer in layers for pair in _find(model, layer)]
+        names, modules = zip(*found, strict=True) if found else ((), ())
+        chain = cls(model, list(names), list(modules))
+        chain._check_complete()
+        return chain
+
+    def _check_complete(self) -> None:
+        held = {p for layer in self.layers for _, p in _named_parameters(layer)}
+        for name, parameter in self.model.named_parameters():
+            if parameter not in held:
+                raise PartitionError(
+                    f"the parameter {name!r} of {type(self.model).__name__} is in none of its "
+                    "layers, so that no stage would hold it. Name the module that has it, or put "
+                    "it into one with a forward."
+                )
+
+    def find(self, name: str) -> int:
+        """The layer at which a stage is to begin."""
+        starts = [
+            index
+            for index, known in enumerate(self.names)
+            if known == name or known.startswith(f"{name}.")
+        ]
+        if not starts:
+            raise unknown_name(
+                "the cut point", name, self.names, "Name the first layer of each later stage."
+            )
+        return starts[0]
+
+    def cut(self, starts: Iterable[int], *, is_trial: bool = False) -> Pipe:
+        """The stages that begin at these layers; in a trial they are only run one by one."""
+        begins = list(starts)
+        ends = [*begins[1:], len(self.names)]
+        if begins != sorted(set(begins)) or len(self.names) in begins:
+            listed = ", ".join(self.names[begin] for begin in begins[1:])
+            raise PartitionError(
+                f"the cut points {listed} leave a stage without a layer. "
+                "Give each once, in the order of the model, and not the first layer."
+            )
+        ranges = [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
+        if not is_trial:
+            self._check_norms(ranges)
+        tied = self._tied(ranges)
+        stages = []
+        for stage, indices in enumerate(ranges):
+            copied = {t for t, holders in tied.items() if stage in holders[1:]}
+            stages.append(self._stage(indices, copied))
+        by_stage = [self._names_of(indices, tied) for indices in ranges]
+        return Pipe(stages, by_stage, [self.names[begin] for begin in begins[1:]])
+
+    def _check_norms(self, ranges: Sequence[range]) -> None:
+        """Raises if stages would each change running statistics of their own."""
+        found: dict[nn.Module, StageId] = {}
+        for stage, indices in enumerate(ranges):
+            for module in (m for i in indices for m in _modules(self.layers[i])):
+                has_statistics = getattr(module, "running_mean", None) is not None
+                if has_statistics and found.setdefault(module, stage) != stage:
+                    raise PartitionError(
+                        f"stages {found[module]} and {stage} both call a {type(module).__name__} "
+                        "that keeps running statistics, and would each change their own. Cut the "
+                        "model so that one stage has all its calls."
+                    )
+
+    def _tied(self, ranges: Sequence[range]) -> dict[Tensor, list[StageId]]:
+        """The parameters that several stages hold, with those stages."""
+        holders: defaultdict[Tensor, list[StageId]] = defaultdict(list)
+        for stage, indices in enumerate(ranges):
+            held = (p for i in indices for _, p in _named_parameters(self.layers[i]))
+            for parameter in dict.fromkeys(held):
+                holders[parameter].append(stage)
+        return {tensor: stages for tensor, stages in holders.items() if len(stages) > 1}
+
+    def _names_of(self, indices: range, tied: Collection[Tensor]) -> dict[str, str]:
+        """By their names in one stage, the tied parameters' first names in the model."""
+        names = Names(self.model)
+        found: dict[Tensor, str] = {}
+        for index in indices:
+            for name, parameter in _named_parameters(self.layers[index]):
+                if parameter in tied:
+                    found.setdefault(parameter, f"{self.names[index]}.{name}")
+        return {own: names.of(parameter)[0] for parameter, own in found.items()}
+
+    def _stage(self, indices: range, copied: set[Tensor]) -> "ChainStage":
+        """A stage with the layers' own parameters, but for copies of those that others hold."""
+        # What deepcopy finds in its memo it leaves as it is.
+        memo: dict[int, Any] = {}
+        layers = []
+        for index in indices:
+            layer = self.layers[index]
+            if isinstance(layer, nn.Module) and not copied.isdisjoint(layer.parameters()):
+                own = [t for t in (*layer.parameters(), *layer.buffers()) if t not in copied]
+                memo.update({id(tensor): tensor for tensor in own})
+                layer = deepcopy(layer, memo)
+            layers.append((self.names[index], layer))
+        return ChainStage(layers, self.model.training)
+
+
+class ChainStage(nn.Module):
+    """Layers called one after the other; modules have the names that they have in the model."""
+
+    def __init__(self, layers: Sequence[tuple[str, Layer]], is_training: bool) -> None:
+        super().__init__()
+        self.training = is_training
+        self._begins_in_place = bool(getattr(layers[0][1], "inplace", False))
+        self._calls: list[tuple[str, Callable[..., Any] | None, frozenset[str]]] = []
+        for name, layer in layers:
+            if isinstance(layer, nn.Module):
+                install(self, name, layer)
+                self._calls.append((name, None, _keywords(layer.forward)))
+            else:
+                self._calls.append((name, layer, _keywords(layer)))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        values: Any = args
+        if self._begins_in_place:
+            # An input of a stage is a leaf, which autograd does not allow to change.
+            values = pytree.tree_map_only(Tensor, Tensor.clone, args)
+        for name, function, keywords in self._calls:
+            layer = self.get_submodule(name) if function is None else function
+            given = {key: value for key, value in kwargs.items() if key in keywords}
+            values = layer(*as_arguments(values), **given)
+        return values
+
+
+def _find(model: nn.Module, layer: str | Callable[..., Any]) -> Iterator[tuple[str, Layer]]:
+    if callable(layer):
+        yield getattr(layer, "__name__", type(layer).__name__), layer
+        return
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if layer not in modules or not layer:
+        raise unknown_name(
+            f"the layer of {type(model).__name__}",
+            layer,
+            (known for known in modules if known),
+            "Name modules as model.named_modules() does.",
+        )
+    yield from _expand(layer, modules[layer])
+
+
+def _expand(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that a module consists of: itself, or its entries."""
+    if not _is_sequence(module):
+        yield name, module
+        return
+    for entry, child in module._modules.items():
+        if child is not None:
+            yield from _expand(f"{name}.{entry}" if name else entry, child)
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    """Whether a module does nothing but call its entries in turn."""
+    return isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
+
+
+def _modules(layer: Layer) -> Iterable[nn.Module]:
+    return layer.modules() if isinstance(layer, nn.Module) else ()
+
+
+def _named_parameters(layer: Layer) -> Iterable[tuple[str, Tensor]]:
+    return layer.named_parameters() if isinstance(layer, nn.Module) else ()
+
+
+def _keywords(function: Callable[..., Any]) -> frozenset[str]:
+    """The keyword arguments that a function takes by name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # A function written in C may not tell.
+        return frozenset()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in parameters if p.kind in kinds)

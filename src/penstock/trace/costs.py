@@ -1,0 +1,288 @@
+"""What the layers of a model cost: counted from shapes, or measured."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.func import functional_call
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.errors import CostError
+from penstock.ir import StageId
+from penstock.stage import as_arguments, needs_grad
+from penstock.trace.assemble import assemble
+from penstock.trace.chain import Chain
+from penstock.trace.layers import Layer, find_layers, mark_layers
+from penstock.trace.marks import remove_marks
+from penstock.trace.tracing import trace
+
+# A forward and the two halves of its backward do about the same work.
+_PASSES = 3
+# How many operations a machine does in the time in which it moves a byte: about 5 on a CPU, 100
+# and more on accelerators; what it decides is the weight of layers that hardly compute.
+_OPERATIONS_PER_BYTE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """What one layer costs for one microbatch."""
+
+    name: str
+    time: float
+    """Forward and backward: seconds if measured, operations if counted."""
+    parameter_bytes: float
+    activation_bytes: float
+    """What its forward keeps for its backward."""
+
+
+def count_layers(
+    model: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    *,
+    layers: Sequence[Any] | None = None,
+) -> list[LayerCost]:
+    """Costs from shapes alone; the model may be on the meta device.
+
+    The layers are those of the traced model, or of `penstock.split` if `layers` is given.
+    """
+    if layers is not None:
+        return count_chain(Chain.of(model, layers), mb_args, mb_kwargs or {})
+    graph_module = trace(model, mb_args, mb_kwargs or {}, {}).graph_module
+    return count_graph(graph_module, find_layers(graph_module.graph))
+
+
+def measure_layers(
+    model: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    *,
+    layers: Sequence[Any] | None = None,
+    repeats: int = 5,
+) -> list[LayerCost]:
+    """Costs of each layer, measured on this machine; the model is left as it was.
+
+    Every rank measures something else: measure on one, and give its result to all.
+    """
+    kwargs = mb_kwargs or {}
+    if layers is not None:
+        chain = Chain.of(model, layers)
+        names, pipe = chain.names, chain.cut(range(len(chain.names)), is_trial=True)
+    else:
+        traced = trace(model, mb_args, kwargs, {})
+        remove_marks(traced.graph_module)
+        found = find_layers(traced.graph_module.graph)
+        mark_layers(traced.graph_module, found[1:])
+        names, pipe = [layer.name for layer in found], assemble(traced, is_trial=True)
+    costs: list[LayerCost] = []
+
+    def run(stage: StageId, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        with _kept_as_it_was(module):
+            cost, outputs = _measure(names[stage], module, args, kwargs, repeats)
+        costs.append(cost)
+        return outputs
+
+    pipe.walk(run, mb_args)
+    return costs
+
+
+def count_graph(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> list[LayerCost]:
+    """The costs of the layers of a traced graph."""
+    with _counting() as counter:
+        interpreter = _Counting(graph_module, counter)
+        interpreter.run(*(_fake(node) for node in graph_module.graph.find_nodes(op="placeholder")))
+    costs, seen = [], set[Tensor]()
+    for layer in layers:
+        found = [interpreter.counts[node] for node in layer.nodes if node in interpreter.counts]
+        used = {
+            value
+            for node in layer.nodes
+            for source in node.all_input_nodes
+            if isinstance(value := interpreter.attributes.get(source), nn.Parameter)
+        }
+        parameter_bytes = sum(parameter.nbytes for parameter in used - seen)
+        seen |= used
+        costs.append(
+            _counted(
+                layer.name, sum(f for f, _ in found), sum(b for _, b in found), parameter_bytes
+            )
+        )
+    return costs
+
+
+def count_chain(chain: Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[LayerCost]:
+    """The costs of modules that are called one after the other."""
+    pipe = chain.cut(range(len(chain.names)), is_trial=True)
+    costs = []
+    with _counting() as counter:
+        values: Any = pytree.tree_map_only(Tensor, _fake_like, args)
+        fake_kwargs = pytree.tree_map_only(Tensor, _fake_like, kwargs)
+        for index, name in enumerate(chain.names):
+            module = pipe.get_stage_module(index)
+            own = {
+                name: counter.stand_in_for(t)
+                for name, t in module.state_dict(keep_vars=True).items()
+            }
+            values = as_arguments(functional_call(module, own, values, fake_kwargs))
+            operations, kept = counter.take()
+            parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
+            costs.append(_counted(name, operations, kept, parameter_bytes))
+    return costs
+
+
+def _counted(name: str, operations: int, kept: int, parameter_bytes: int) -> LayerCost:
+    work = _PASSES * (operations + _OPERATIONS_PER_BYTE * kept)
+    return LayerCost(name, work, parameter_bytes, kept)
+
+
+class _Counter:
+    """Operations done, and bytes kept for a backward, by tensors that have shapes but no values."""
+
+    def __init__(self, mode: FakeTensorMode, operations: FlopCounterMode, saved: "_Saved") -> None:
+        self._mode = mode
+        self._operations = operations
+        self._saved = saved
+        self._taken = 0, 0
+
+    def take(self) -> tuple[int, int]:
+        """What there was since it was last asked."""
+        now = self._operations.get_total_flops(), self._saved.num_bytes
+        before, self._taken = self._taken, now
+        return now[0] - before[0], now[1] - before[1]
+
+    def stand_in_for(self, tensor: Tensor) -> Tensor:
+        """A tensor without values for one of the model, which is not counted as kept."""
+        fake = self._mode.from_tensor(tensor)
+        self._saved.leave_out(fake)
+        return fake
+
+
+@contextmanager
+def _counting() -> Iterator[_Counter]:
+    try:
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            FlopCounterMode(display=False) as operations,
+            _counting_saved() as saved,
+        ):
+            yield _Counter(mode, operations, saved)
+    except (DataDependentOutputException, DynamicOutputShapeException) as exc:
+        raise CostError(
+            f"costs cannot be counted from shapes: what {exc.func} returns depends on the values "
+            "of its input. Give costs: those of penstock.measure_layers(), or one number per layer."
+        ) from exc
+
+
+class _Counting(fx.Interpreter):
+    """Runs a graph and notes what each node counts."""
+
+    def __init__(self, graph_module: fx.GraphModule, counter: _Counter) -> None:
+        super().__init__(graph_module)
+        self.counts: dict[Node, tuple[int, int]] = {}
+        self.attributes: dict[Node, Any] = {}
+        self._counter = counter
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        self.counts[n] = self._counter.take()
+        if n.op == "get_attr" and isinstance(result, Tensor):
+            self.attributes[n] = result
+            return self._counter.stand_in_for(result)
+        return result
+
+
+def _fake(node: Node) -> Any:
+    value = node.meta["val"]
+    return _fake_like(value) if isinstance(value, Tensor) else value
+
+
+def _fake_like(tensor: Tensor) -> Tensor:
+    """A tensor of the current mode, without values."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _measure(
+    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int
+) -> tuple[LayerCost, Any]:
+    """The cost of a module, and its outputs as arguments for the next."""
+    inputs = pytree.tree_map_only(Tensor, _leaf, args)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    times, kept = [], 0
+    for number in range(repeats + 1):
+        args = pytree.tree_map_only(Tensor, Tensor.clone, inputs)  # It may change them in place.
+        before = _now(args)
+        with _counting_saved() as saved:
+            for parameter in module.parameters():
+                saved.leave_out(parameter)
+            outputs = module(*args, **kwargs)
+        roots = [leaf for leaf in pytree.tree_leaves(outputs) if needs_grad(leaf)]
+        wanted = [*filter(needs_grad, pytree.tree_leaves(inputs)), *parameters]
+        if roots and wanted:
+            torch.autograd.grad(
+                roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True
+            )
+        if number:  # The first is to warm up.
+            times.append(_now(args) - before)
+        kept = saved.num_bytes
+    parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    return LayerCost(name, statistics.median(times), parameter_bytes, kept), outputs
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """As a stage receives it: a leaf."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _now(args: Any) -> float:
+    """Seconds, with what the accelerator had to do done."""
+    device = next((x.device for x in pytree.tree_leaves(args) if isinstance(x, Tensor)), None)
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class _Saved:
+    """What is kept for a backward, each storage once."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._seen: set[torch.UntypedStorage] = set()
+
+    def leave_out(self, tensor: Tensor) -> None:
+        self._seen.add(tensor.untyped_storage())
+
+    def note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage not in self._seen:
+            self._seen.add(storage)
+            self.num_bytes += storage.nbytes()
+        return tensor
+
+
+@contextmanager
+def _counting_saved() -> Iterator[_Saved]:
+    saved = _Saved()
+    with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
+        yield saved
+
+
+@contextmanager
+def _kept_as_it_was(module: nn.Module) -> Iterator[None]:
+    """Puts back what running a module changes: its buffers, and the random state."""
+    before = [buffer.clone() for buffer in module.buffers()]
+    with torch.random.fork_rng():
+        yield
+    for buffer, value in zip(module.buffers(), before, strict=True):
+        buffer.copy_(value)

@@ -1,0 +1,50 @@
+"""The tracing front end: a model in, its stages out."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx, nn
+
+from penstock.errors import PartitionError
+from penstock.trace.assemble import assemble
+from penstock.trace.marks import SplitPoint, remove_marks
+from penstock.trace.pipe import Pipe
+from penstock.trace.tracing import trace
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+) -> Pipe:
+    """Trace a model and cut it into stages.
+
+    `mb_args` and `mb_kwargs` are an example of one microbatch. The cuts are where the model calls
+    `pipe_split()`, and at the modules that `split_spec` names. A `split_policy` decides alone:
+    `penstock.Balanced(num_stages)`, say, or a function that puts calls of `pipe_split` into the
+    traced graph.
+
+        >>> import torch, penstock
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> spec = {"1": penstock.SplitPoint.END}
+        >>> pipe = penstock.pipeline(model, (torch.randn(8, 4),), split_spec=spec)
+        >>> print(pipe.info())
+        stage 0: 20 parameters
+        stage 1, from 2 (linear_1): 10 parameters
+          receives relu float32[8, 4]
+        >>> list(pipe.get_stage_module(1).state_dict())
+        ['2.weight', '2.bias']
+    """
+    if split_spec and split_policy is not None:
+        raise PartitionError(
+            "split_spec and split_policy were both given, and each says where to cut. Give one."
+        )
+    traced = trace(module, mb_args, mb_kwargs or {}, split_spec or {})
+    if split_policy is not None:
+        remove_marks(traced.graph_module)
+        traced = replace(traced, graph_module=split_policy(traced.graph_module))
+    return assemble(traced)

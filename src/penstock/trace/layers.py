@@ -1,0 +1,78 @@
+"""The layers of a traced graph: what a policy leaves whole.
+
+A layer is a call of a module that stands in a list or a Sequential, or of one that has no
+submodules. Operations of a forward that only calls others belong to the layer before them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+from torch.fx import Node
+
+from penstock.trace.marks import MARK
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Consecutive operations of a graph, and the module that they are of."""
+
+    name: str
+    nodes: tuple[Node, ...]
+
+
+def find_layers(graph: fx.Graph, at_least: int = 1) -> list[Layer]:
+    """The layers in order; entries of lists are taken apart if there are too few otherwise."""
+    layers = _group(graph, [_outermost_entry(node) for node in _operations(graph)])
+    if len(layers) < at_least:
+        layers = _group(graph, [_innermost(node) for node in _operations(graph)])
+    return layers
+
+
+def mark_layers(graph_module: fx.GraphModule, starts: Iterable[Layer]) -> None:
+    """Put a mark before each of these layers."""
+    for layer in starts:
+        with graph_module.graph.inserting_before(layer.nodes[0]):
+            graph_module.graph.call_function(MARK)
+    graph_module.recompile()
+
+
+def _operations(graph: fx.Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def _group(graph: fx.Graph, names: Sequence[str]) -> list[Layer]:
+    """One layer for each run of equal names; names of modules that only call others join in."""
+    callers = {prefix for name in names for prefix in _prefixes(name)}
+    groups: list[tuple[str, list[Node]]] = []
+    for node, name in zip(_operations(graph), names, strict=True):
+        if groups and (name in callers or name == groups[-1][0]):
+            groups[-1][1].append(node)
+        elif groups and groups[-1][0] in callers:  # Only the first group can be a caller's.
+            groups[-1] = (name, [*groups[-1][1], node])
+        else:
+            groups.append((name, [node]))
+    return [Layer(name, tuple(nodes)) for name, nodes in groups]
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".") if name else []
+    return [".".join(parts[:length]) for length in range(len(parts))]
+
+
+def _path(node: Node) -> list[str]:
+    """The names of the modules that an operation is in, from the outermost."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [str(name) for name, _ in stack.values()]
+
+
+def _outermost_entry(node: Node) -> str:
+    for name in _path(node):
+        if name.rpartition(".")[2].isdigit():
+            return name
+    return _innermost(node)
+
+
+def _innermost(node: Node) -> str:
+    path = _path(node)
+    return path[-1] if path else ""

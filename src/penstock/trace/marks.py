@@ -1,0 +1,109 @@
+"""Marks in a model's forward: here it is to be cut."""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import has_side_effect
+
+from penstock.errors import PartitionError
+
+
+class SplitPoint(Enum):
+    """On which side of a module's call the model is cut."""
+
+    BEGINNING = 1
+    END = 2
+
+
+@torch.library.custom_op("penstock::pipe_split", mutates_args=())
+def _mark() -> None:
+    """Does nothing, and leaves a node in a traced graph."""
+
+
+_mark.register_fake(lambda: None)
+MARK = torch.ops.penstock.pipe_split.default
+has_side_effect(MARK)  # Nobody uses its result, and yet it must stay in the graph.
+
+
+def pipe_split() -> None:
+    """In a model's forward: what follows is the next stage. Does nothing when the model is run."""
+    _mark()
+
+
+@contextmanager
+def marked(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> Iterator[None]:
+    """A context in which calls of the modules in `split_spec` leave marks."""
+    called: set[str] = set()
+    with ExitStack() as hooks:
+        for name, point in split_spec.items():
+            module = _submodule(model, name)
+
+            def leave_mark(*_: Any, name: str = name) -> None:
+                called.add(name)
+                pipe_split()
+
+            if point is SplitPoint.BEGINNING:
+                hook = module.register_forward_pre_hook(leave_mark)
+            elif point is SplitPoint.END:
+                hook = module.register_forward_hook(leave_mark)
+            else:
+                raise PartitionError(
+                    f"split_spec[{name!r}] is {point!r}. "
+                    "Expected SplitPoint.BEGINNING or SplitPoint.END."
+                )
+            hooks.callback(hook.remove)
+        yield
+    for name in split_spec:
+        if name not in called:
+            raise PartitionError(
+                f"split_spec has a cut at {name!r}, but the model's forward never calls that "
+                "module. Name a module that is called; one that only holds others, such as a "
+                "ModuleList, is not."
+            )
+
+
+def remove_marks(graph_module: fx.GraphModule) -> None:
+    """Take all marks out of a graph, and out of those within it."""
+    for module in _graph_modules(graph_module):
+        for node in module.graph.find_nodes(op="call_function", target=MARK):
+            module.graph.erase_node(node)
+        module.recompile()
+
+
+def check_marks(graph_module: fx.GraphModule) -> None:
+    """Raises if there is a mark where a graph cannot be cut: in one within it."""
+    for module in _graph_modules(graph_module):
+        if module is not graph_module and module.graph.find_nodes(op="call_function", target=MARK):
+            raise PartitionError(
+                "a cut point lies in a part of the forward that a trace keeps whole: under "
+                "torch.no_grad() or torch.autocast(), in torch.cond(), or the like. Move it "
+                "before or behind that part."
+            )
+
+
+def _graph_modules(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
+    return [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+
+
+def unknown_name(what: str, name: object, names: Iterable[str], expected: str) -> PartitionError:
+    """The error for a name that does not exist; names the closest ones."""
+    close = difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.4)
+    hint = f" The closest are {', '.join(map(repr, close))}." if close else ""
+    return PartitionError(f"{what} {name!r} does not exist.{hint} {expected}")
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    if name not in modules or not name:
+        raise unknown_name(
+            f"the cut point of {type(model).__name__}",
+            name,
+            (known for known in modules if known),
+            "Name a module as model.named_modules() does.",
+        )
+    return modules[name]

@@ -1,0 +1,84 @@
+"""The names that parameters and buffers have in a model, kept in the modules cut out of it."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.ir import StageId
+
+
+class Names:
+    """All names of each parameter and buffer of a model, in the model's order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: defaultdict[Tensor, list[str]] = defaultdict(list)
+        self._persistent: dict[str, bool] = {}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    full = f"{prefix}.{name}" if prefix else name
+                    self._names[tensor].append(full)
+                    self._persistent[full] = name not in module._non_persistent_buffers_set
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._names)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor in self._names
+
+    def of(self, tensor: Tensor) -> list[str]:
+        return self._names[tensor]
+
+    def add_unused(self, holders: dict[Tensor, list[StageId]]) -> None:
+        """Give what nobody holds to the stage that holds the nearest names."""
+        held = [
+            (name, stage)
+            for tensor, stages in holders.items()
+            for name in self.of(tensor)
+            for stage in stages[:1]
+        ]
+        for tensor in self._names:
+            if tensor not in holders:
+                name = self.of(tensor)[0]
+                nearest = max(held, key=lambda known: _shared_modules(name, known[0]), default=None)
+                holders[tensor] = [0 if nearest is None else nearest[1]]
+
+    def install(self, module: nn.Module, tensor: Tensor, *, is_first: bool) -> Tensor:
+        """Put a tensor under all of its names: itself for its first holder, else a copy."""
+        own = tensor
+        if isinstance(tensor, nn.Parameter) and not is_first:
+            own = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+        for name in self.of(tensor):
+            install(module, name, own, is_persistent=self._persistent[name])
+        return own
+
+
+def install(
+    module: nn.Module,
+    name: str,
+    value: Any,
+    *,
+    is_persistent: bool = True,
+    is_constant: bool = False,
+) -> None:
+    """Set an attribute with a dotted name; the modules on the way are made if they are missing."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    if is_tensor and not (value.is_meta and is_constant):
+        module.register_buffer(last, value, persistent=is_persistent)
+    else:
+        # A constant without values as well: to_empty() would give a buffer arbitrary ones.
+        setattr(module, last, value)
+
+
+def _shared_modules(first: str, second: str) -> int:
+    """How many modules two names are in together."""
+    pairs = zip(first.split(".")[:-1], second.split(".")[:-1], strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))

@@ -1,0 +1,52 @@
+"""Refuses models whose backward is not that of their operations.
+
+A trace has the operations of the forward, and their derivatives. What a model does to gradients by
+itself would be lost without a word: autograd Functions, hooks, reentrant checkpoints.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
+
+from penstock.errors import TraceError
+
+_REMEDY = (
+    "A trace has only the operations of the forward, so that this would be lost. Leave it out, or "
+    "cut the model between its modules with penstock.split()."
+)
+
+
+@contextmanager
+def refusing_own_backwards(model: nn.Module) -> Iterator[None]:
+    """A context in which a model is traced; raises where it would change gradients by itself."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise _refusal(model, f"its module {name!r} has a backward hook")
+    original, register_hook = vars(Function)["apply"], torch.Tensor.register_hook
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            raise _refusal(model, "it uses checkpointing with use_reentrant=True")
+        if not cls.__module__.startswith("torch."):
+            raise _refusal(model, f"it calls the autograd Function {cls.__name__}")
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    def refuse_hook(*_: Any) -> NoReturn:
+        raise _refusal(model, "its forward registers a hook on a tensor")
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # put back below
+    torch.Tensor.register_hook = refuse_hook  # type: ignore[method-assign]  # put back below
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]  # as it was
+        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]  # as it was
+
+
+def _refusal(model: nn.Module, what: str) -> TraceError:
+    return TraceError(f"{type(model).__name__} cannot be traced: {what}. {_REMEDY}")

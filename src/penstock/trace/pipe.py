@@ -1,0 +1,231 @@
+"""A model that was cut into stages."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import StageError
+from penstock.ir import StageId
+from penstock.stage import Group, PipelineStage, as_arguments
+
+
+@dataclass(frozen=True, slots=True)
+class StageInfo:
+    """What one stage of a cut model consists of."""
+
+    starts_at: str
+    """Where it begins in the model; nothing for the first stage."""
+    num_parameters: int
+    tied: tuple[str, ...]
+    """The parameters that other stages hold too."""
+    receives: tuple[str, ...]
+    """The values that come from stages before it, in words; not known if it was not traced."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipeInfo:
+    """What a cut model consists of. `print(pipe.info())` shows it as a table."""
+
+    stages: tuple[StageInfo, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    def __str__(self) -> str:
+        lines = []
+        for index, stage in enumerate(self.stages):
+            start = f", from {stage.starts_at}" if stage.starts_at else ""
+            lines.append(f"stage {index}{start}: {stage.num_parameters:,} parameters")
+            if stage.receives:
+                lines.append(f"  receives {', '.join(stage.receives)}")
+            if stage.tied:
+                lines.append(f"  tied: {', '.join(stage.tied)}")
+        return "\n".join(lines)
+
+
+class Pipe:
+    """A model cut into stages, made by `penstock.pipeline` or `penstock.split`.
+
+    Its stages hold the model's own parameters and buffers under the model's own names. A
+    parameter that several stages use is tied: the first of them holds the model's, the others
+    copies, and a step sums their gradients. Called like the model, it runs its stages in turn.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        tied: Sequence[dict[str, str]],
+        starts: Sequence[str],
+        given: Mapping[tuple[StageId, StageId], Sequence[str]] | None = None,
+    ) -> None:
+        """`given` describes the values that stages give each other, if they are known."""
+        self._modules = tuple(modules)
+        self._tied = tuple(tied)
+        self._starts = ("", *starts)
+        self._given = dict(sorted((given or {}).items()))
+        self._names = [_names_of_one(module) for module in modules]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._modules)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.walk(lambda _, module, values: module(*values, **kwargs), args)
+
+    def walk(
+        self, run: Callable[[StageId, nn.Module, tuple[Any, ...]], Any], args: tuple[Any, ...]
+    ) -> Any:
+        """Run the stages in turn by `run(stage, module, arguments)`; returns the last's outputs."""
+        arguments: dict[StageId, tuple[Any, ...]] = {0: args}
+        outputs: Any = None
+        for stage, module in enumerate(self._modules):
+            outputs = run(stage, module, arguments.pop(stage, ()))
+            rest = as_arguments(outputs)
+            for target, count in reversed(self._skips_out(stage).items()):
+                split = len(rest) - count
+                arguments[target] = arguments.get(target, ()) + rest[split:]
+                rest = rest[:split]
+            arguments[stage + 1] = arguments.get(stage + 1, ()) + rest
+        return outputs
+
+    def _skips_out(self, stage: StageId) -> dict[StageId, int]:
+        """How many values a stage gives to each that is not the next."""
+        return {
+            target: len(values)
+            for (source, target), values in self._given.items()
+            if source == stage and target > stage + 1
+        }
+
+    def _skips_in(self, stage: StageId) -> dict[StageId, int]:
+        return {
+            source: len(values)
+            for (source, target), values in self._given.items()
+            if target == stage and source < stage - 1
+        }
+
+    def __repr__(self) -> str:
+        return f"Pipe({self.num_stages} stages)"
+
+    def get_stage_module(self, stage_index: StageId) -> nn.Module:
+        """The module of one stage."""
+        if not isinstance(stage_index, int) or not 0 <= stage_index < self.num_stages:
+            raise StageError(
+                f"stage_index is {stage_index!r}. "
+                f"Expected a whole number from 0 to {self.num_stages - 1}."
+            )
+        return self._modules[stage_index]
+
+    def build_stage(
+        self,
+        stage_index: StageId,
+        device: torch.device | str,
+        group: Group = None,
+        *,
+        dynamic_shapes: bool = False,
+    ) -> PipelineStage:
+        """The stage for a pipeline, with its module moved to the device.
+
+        The stage does not keep the other ones: drop the pipe and the model to free them.
+        """
+        module = self.get_stage_module(stage_index)
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            raise StageError(
+                f"stage {stage_index} has parameters or buffers on the meta device, which have no "
+                "values. Call pipe.get_stage_module(…).to_empty(device=…) and load its state dict "
+                "first; a stage's names are the model's."
+            )
+        _join_names(module, self._names[stage_index])
+        if isinstance(module, fx.GraphModule):
+            _check_constants(stage_index, module)
+            _move_operations(module, torch.device(device))
+        return PipelineStage(
+            module.to(device),
+            stage_index,
+            self.num_stages,
+            device,
+            group=group,
+            dynamic_shapes=dynamic_shapes,
+            tied=self._tied[stage_index],
+            skips_in=self._skips_in(stage_index),
+            skips_out=self._skips_out(stage_index),
+            cut=self.cut,
+        )
+
+    @property
+    def cut(self) -> str:
+        """Where the stages begin; the ranks of a pipeline must have the same."""
+        return f"{self.num_stages} stages, from {', '.join(self._starts[1:]) or 'one piece'}"
+
+    def info(self) -> PipeInfo:
+        """What the stages consist of, to look at."""
+        stages = []
+        for index, module in enumerate(self._modules):
+            received = [
+                value if source == index - 1 else f"{value} from stage {source}"
+                for (source, target), values in self._given.items()
+                if target == index
+                for value in values
+            ]
+            stages.append(
+                StageInfo(
+                    starts_at=self._starts[index],
+                    num_parameters=sum(p.numel() for p in module.parameters()),
+                    tied=tuple(self._tied[index]),
+                    receives=tuple(received),
+                )
+            )
+        return PipeInfo(tuple(stages))
+
+    def print_readable(self) -> None:
+        """Print each stage: its code if it was traced, otherwise its modules."""
+        for index, module in enumerate(self._modules):
+            print(f"# stage {index} of {self.num_stages}")
+            if isinstance(module, fx.GraphModule):
+                module.print_readable()
+            else:
+                print(module)
+
+
+def _names_of_one(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _join_names(module: nn.Module, groups: list[list[str]]) -> None:
+    """Make one parameter again of the names that had one: to_empty() makes one of each."""
+    for first, *others in groups:
+        for name in others:
+            owner, _, last = name.rpartition(".")
+            setattr(module.get_submodule(owner), last, module.get_parameter(first))
+
+
+def _check_constants(stage_index: StageId, module: fx.GraphModule) -> None:
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(str(node.target))(module)
+        if isinstance(value, Tensor) and value.is_meta:
+            raise StageError(
+                f"stage {stage_index} uses a tensor that the model's forward made on the meta "
+                f"device ({node.target}), and whose values are lost. Make it a buffer of the "
+                "model, or trace a model that is not on the meta device."
+            )
+
+
+def _move_operations(module: fx.GraphModule, device: torch.device) -> None:
+    """Let operations that make tensors make them on `device`, not where the model was traced."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in module.graph.nodes:
+        node.args = pytree.tree_map(moved, node.args)
+        node.kwargs = pytree.tree_map(moved, node.kwargs)
+    module.recompile()

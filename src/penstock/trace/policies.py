@@ -1,0 +1,100 @@
+"""Where to cut a model, decided from what its layers cost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from penstock.errors import CostError
+from penstock.ir import Placement
+from penstock.partition import MemoryLimit, balance
+from penstock.trace.costs import LayerCost, count_graph
+from penstock.trace.layers import find_layers, mark_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balanced:
+    """A `split_policy` that makes the slowest rank as fast as it can be.
+
+    `costs` are those of `penstock.measure_layers`, or one number per layer; without them they
+    are counted from shapes, which is the same on all ranks. `placement` says which rank holds
+    which stage, if there are several each. With `memory_cap`, in bytes, no rank holds more:
+    parameters count `bytes_per_parameter_byte` times (by default with their gradient and Adam's
+    two moments), and activations as often as `in_flight` says, by default as 1F1B holds them.
+    With two stages per rank, the slowest rank may be slower by the share `slack` where that makes
+    the slowest stage faster: measured costs differ by more than that from one time to the next.
+    """
+
+    num_stages: int
+    costs: Sequence[LayerCost | float] | None = None
+    placement: Placement | None = None
+    memory_cap: float | None = None
+    in_flight: int | Sequence[int] | None = None
+    bytes_per_parameter_byte: float = 4.0
+    slack: float = 0.02
+
+    def __init__(
+        self,
+        num_stages: int,
+        *,
+        costs: Sequence[LayerCost | float] | None = None,
+        placement: Placement | None = None,
+        memory_cap: float | None = None,
+        in_flight: int | Sequence[int] | None = None,
+        bytes_per_parameter_byte: float = 4.0,
+        slack: float = 0.02,
+    ) -> None:
+        for name, value in (
+            ("num_stages", num_stages),
+            ("costs", costs),
+            ("placement", placement),
+            ("memory_cap", memory_cap),
+            ("in_flight", in_flight),
+            ("bytes_per_parameter_byte", bytes_per_parameter_byte),
+            ("slack", slack),
+        ):
+            object.__setattr__(self, name, value)
+
+    def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Mark the cuts in a traced graph."""
+        layers = find_layers(graph_module.graph, at_least=self.num_stages)
+        costs = count_graph(graph_module, layers) if self.costs is None else self.costs
+        starts = self.choose(costs, [layer.name for layer in layers])
+        mark_layers(graph_module, [layers[start] for start in starts[1:]])
+        return graph_module
+
+    def choose(self, costs: Sequence[LayerCost | float], names: Sequence[str]) -> tuple[int, ...]:
+        """The first layer of each stage."""
+        if len(costs) != len(names):
+            raise CostError(
+                f"costs has {len(costs)} values, but the model has {len(names)} layers: "
+                f"{', '.join(names)}. Give one for each."
+            )
+        times = [cost.time if isinstance(cost, LayerCost) else cost for cost in costs]
+        partition = balance(
+            times,
+            self.num_stages,
+            placement=self.placement,
+            memory=self._memory(costs),
+            slack=self.slack,
+        )
+        return partition.starts
+
+    def _memory(self, costs: Sequence[LayerCost | float]) -> MemoryLimit | None:
+        if self.memory_cap is None:
+            return None
+        layers = [cost for cost in costs if isinstance(cost, LayerCost)]
+        if len(layers) < len(costs):
+            raise CostError(
+                "costs holds plain numbers, which do not tell what a layer needs of the "
+                "memory_cap. Give those of penstock.measure_layers() or count_layers()."
+            )
+        in_flight = self.in_flight
+        if in_flight is None:
+            in_flight = [self.num_stages - stage for stage in range(self.num_stages)]
+        return MemoryLimit(
+            cap=self.memory_cap,
+            fixed=[cost.parameter_bytes * self.bytes_per_parameter_byte for cost in layers],
+            per_microbatch=[cost.activation_bytes for cost in layers],
+            in_flight=in_flight,
+        )

@@ -1,0 +1,143 @@
+"""A model's forward as a graph, by torch.export."""
+
+import linecache
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from penstock.errors import PipelineError, StageError, TraceError
+from penstock.stage import check_tensor
+from penstock.trace.marks import SplitPoint, marked
+from penstock.trace.own_backwards import refusing_own_backwards
+
+TakeInputs: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]
+GiveOutputs: TypeAlias = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A traced model. Its parameters are the model's own."""
+
+    model: nn.Module
+    graph_module: fx.GraphModule
+    take_inputs: TakeInputs
+    """The arguments of a call, as the values of the graph's placeholders."""
+    give_outputs: GiveOutputs
+    """What the graph returns, as the model would have."""
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    split_spec: Mapping[str, SplitPoint],
+) -> Trace:
+    """Trace a model on one microbatch; only shapes are computed, nothing is run."""
+    if not isinstance(model, nn.Module):
+        raise StageError(f"module is a {type(model).__name__}. Expected a torch.nn.Module.")
+    if not isinstance(args, tuple):
+        raise StageError(
+            f"mb_args is a {type(args).__name__}. Expected a tuple of positional arguments, "
+            "those of one microbatch: (x,) for one."
+        )
+    try:
+        with marked(model, split_spec), refusing_own_backwards(model):
+            program = torch.export.export(model, args, kwargs, strict=False)
+        graph_module = program.module(check_guards=False)
+    except PipelineError:
+        raise
+    except Exception as exc:
+        raise _untraceable(model, exc) from exc
+    assert program.example_inputs is not None
+    names = [
+        spec.arg.name
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.USER_INPUT
+    ]
+    return Trace(
+        model,
+        graph_module,
+        _make_take_inputs(names, *program.example_inputs),
+        _make_give_outputs(program.call_spec.out_spec),
+    )
+
+
+def _make_take_inputs(
+    names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> TakeInputs:
+    examples, structure = pytree.tree_flatten((args, kwargs))
+    forms = [x.to("meta") if isinstance(x, Tensor) else x for x in examples]
+
+    def take_inputs(args: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
+        ordered = {key: given[key] for key in kwargs if key in given}
+        unknown = sorted(set(given) - set(kwargs))
+        try:
+            leaves = structure.flatten_up_to((args, ordered))
+        except ValueError:
+            leaves = None
+        if leaves is None or unknown:
+            found = pytree.tree_structure((args, ordered))
+            extra = f" and {', '.join(unknown)}" if unknown else ""
+            raise StageError(
+                f"the model was traced with {structure}, and called with {found}{extra}. "
+                "Call it with arguments like those that it was traced with."
+            )
+        for name, expected, leaf in zip(names, forms, leaves, strict=True):
+            _check_input(name, expected, leaf)
+        return leaves
+
+    return take_inputs
+
+
+def _check_input(name: str, expected: Any, leaf: Any) -> None:
+    if isinstance(expected, Tensor) and isinstance(leaf, Tensor):
+        remedy = "Trace the model with an example of one microbatch as it comes in a step."
+        check_tensor(f"input {name}", expected, leaf, remedy)
+    elif isinstance(expected, Tensor) or isinstance(leaf, Tensor) or expected != leaf:
+        raise StageError(
+            f"input {name} is {_brief(leaf)}, but the model was traced with {_brief(expected)}, "
+            "on which its graph may depend. Give it the same, or trace the model again."
+        )
+
+
+def _brief(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
+
+
+def _make_give_outputs(structure: pytree.TreeSpec) -> GiveOutputs:
+    def give_outputs(values: list[Any]) -> Any:
+        return pytree.tree_unflatten(values, structure)
+
+    return give_outputs
+
+
+def _untraceable(model: nn.Module, exc: Exception) -> TraceError:
+    """Says which line of the model it was, as far as the exception knows."""
+    frames = [
+        frame for frame in traceback.extract_tb(exc.__traceback__) if not _is_inside(frame.filename)
+    ]
+    where = ""
+    if frames:
+        last = frames[-1]
+        code = linecache.getline(last.filename, last.lineno or 0).strip()
+        where = f"\n  {last.filename}:{last.lineno}, in {last.name}: {code}"
+    reason = str(exc).strip().splitlines()
+    return TraceError(
+        f"{type(model).__name__} cannot be traced: {type(exc).__name__}: "
+        f"{reason[0] if reason else 'no reason given'}{where}\n"
+        "A model can be traced if its forward does the same whatever the values of its tensors "
+        "are. Change that line, or cut the model between its modules with penstock.split()."
+    )
+
+
+def _is_inside(filename: str) -> bool:
+    """Whether a file is torch's or ours, not the model's."""
+    inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    return filename.startswith(tuple(folder + os.sep for folder in inside))

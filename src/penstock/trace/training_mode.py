@@ -1,0 +1,74 @@
+"""Lets a traced stage follow train() and eval(), which tracing fixes in the graph.
+
+Only what was traced in training is switched off by eval(); what was traced without stays so.
+"""
+
+import operator
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+_aten = torch.ops.aten
+
+# Operations with an argument that says whether it is training, and which argument that is.
+_TRAINING_ARGUMENT: dict[object, int] = {
+    _aten.dropout.default: 2,
+    _aten.dropout_.default: 2,
+    _aten.feature_dropout.default: 2,
+    _aten.feature_dropout_.default: 2,
+    _aten.alpha_dropout.default: 2,
+    _aten.alpha_dropout_.default: 2,
+    _aten.feature_alpha_dropout.default: 2,
+    _aten.rrelu.default: 3,
+    _aten.rrelu_.default: 3,
+    _aten.batch_norm.default: 5,
+    _aten.instance_norm.default: 5,
+    _aten.lstm.input: 6,
+    _aten.lstm.data: 7,
+    _aten.gru.input: 6,
+    _aten.gru.data: 7,
+    _aten.rnn_tanh.input: 6,
+    _aten.rnn_relu.input: 6,
+}
+# Norms, and the argument that holds running statistics; without them they use a batch's always.
+_STATISTICS = {_aten.batch_norm.default: 3, _aten.instance_norm.default: 3}
+_ATTENTION_DROPOUT = 4
+
+
+def follow_training_mode(graph: fx.Graph) -> None:
+    """Make the operations that depend on it look at the module's `training` each time."""
+    training: Node | None = None
+    for node in list(graph.nodes):
+        place = _switched(node)
+        if place is None:
+            continue
+        if training is None:
+            with graph.inserting_before(node):
+                training = graph.create_node("get_attr", "training")
+        value: object = training
+        if node.target is _aten.scaled_dot_product_attention.default:
+            with graph.inserting_before(node):
+                value = graph.call_function(operator.mul, (node.args[place], training))
+        node.update_arg(place, value)
+
+
+def _switched(node: Node) -> int | None:
+    """The argument that depends on training, if there is one and it was traced in training."""
+    place = _TRAINING_ARGUMENT.get(node.target)
+    if node.target in _STATISTICS and node.args[_STATISTICS[node.target]] is None:
+        return None
+    if place is not None:
+        return place if node.args[place] is True else None
+    if node.target is _aten.scaled_dot_product_attention.default:
+        has_dropout = len(node.args) > _ATTENTION_DROPOUT and node.args[_ATTENTION_DROPOUT] != 0.0
+        return _ATTENTION_DROPOUT if has_dropout else None
+    if node.target is _aten.add_.Tensor and _is_counter(node.args[0]):
+        return 1  # A batch norm counts its batches: one more, or none.
+    return None
+
+
+def _is_counter(node: object) -> bool:
+    if not isinstance(node, Node) or node.op != "get_attr":
+        return False
+    return str(node.target).endswith("num_batches_tracked")
