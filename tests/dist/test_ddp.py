@@ -129,7 +129,8 @@ def _main(rank: int, mechanism: str, store: str, failures: str) -> None:
         Path(failures, f"rank{rank}.txt").write_text(traceback.format_exc())
         raise
     finally:
-        gc.collect()  # The reducer is in a cycle; with it lives the group, and with that its threads.
+        # The reducer is in a cycle; with it lives the group, and with that its threads.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -18,9 +18,9 @@ from penstock.trace.tracing import Trace
 from penstock.trace.training_mode import follow_training_mode
 
 
-def assemble(trace: Trace, *, is_trial: bool = False) -> Pipe:
-    """Cut a traced model at its marks; see `find_flow` for trials."""
-    flow = find_flow(trace.graph_module, is_trial=is_trial)
+def assemble(trace: Trace) -> Pipe:
+    """Cut a traced model at its marks."""
+    flow = find_flow(trace.graph_module)
     modules = [
         fx.GraphModule(trace.graph_module, _graph_of(stage, flow, trace), f"Stage{stage}")
         for stage in range(flow.num_stages)

@@ -61,7 +61,7 @@ def count_layers(
     if layers is not None:
         return count_chain(Chain.of(model, layers), mb_args, mb_kwargs or {})
     graph_module = trace(model, mb_args, mb_kwargs or {}, {}).graph_module
-    return count_graph(graph_module, find_layers(graph_module.graph))
+    return count_graph(graph_module, find_layers(graph_module))
 
 
 def measure_layers(
@@ -83,9 +83,9 @@ def measure_layers(
     else:
         traced = trace(model, mb_args, kwargs, {})
         remove_marks(traced.graph_module)
-        found = find_layers(traced.graph_module.graph)
+        found = find_layers(traced.graph_module)
         mark_layers(traced.graph_module, found[1:])
-        names, pipe = [layer.name for layer in found], assemble(traced, is_trial=True)
+        names, pipe = [layer.name for layer in found], assemble(traced)
     costs: list[LayerCost] = []
 
     def run(stage: StageId, module: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,8 +23,11 @@ from penstock.ir import StageId
 from penstock.trace.marks import MARK, check_marks
 
 _aten = torch.ops.aten
-# Autocast may well give other types than the trace has seen.
-_DTYPE_ASSERTION = _aten._assert_tensor_metadata.default
+# Operations that run a graph within the graph.
+_CONTEXTS = (
+    torch.ops.higher_order.wrap_with_set_grad_enabled,
+    torch.ops.higher_order.wrap_with_autocast,
+)
 # Arguments that these operations change, if the argument in the third column is true; their
 # schemas do not say so.
 _HIDDEN_WRITES = {
@@ -43,8 +47,8 @@ class Flow:
     """The values that one stage gives to another, in the order of the graph."""
     constants: frozenset[Node]
     """Nodes that are made again in every stage that uses them."""
-    written: tuple[frozenset[Node], ...]
-    """By stage, the values from earlier stages that it changes in place."""
+    written: tuple[tuple[Node, ...], ...]
+    """By stage, the values that come to it and that it changes in place."""
 
     def taken(self, stage: StageId) -> list[Node]:
         """The values that come to a stage, those of the first stage first."""
@@ -57,22 +61,15 @@ class Flow:
         return [node for target in targets for node in self.given.get((stage, target), ())]
 
 
-def find_flow(graph_module: fx.GraphModule, *, is_trial: bool = False) -> Flow:
-    """The flow of a marked graph; raises if it cannot be cut at its marks.
-
-    In a trial the stages are only run, one by one, so that they may share what they change.
-    """
+def find_flow(graph_module: fx.GraphModule) -> Flow:
+    """The flow of a marked graph; raises if it cannot be cut at its marks."""
     check_marks(graph_module)
     graph = graph_module.graph
     aliases = _Aliases(graph_module)
     constants = frozenset(_constants(graph_module, aliases))
     stage_of = _stages(graph, constants)
     num_stages = 1 + sum(node.target is MARK for node in graph.nodes)
-    values = [
-        node
-        for node in graph.nodes
-        if node in stage_of and node.op != "output" and node.target is not _DTYPE_ASSERTION
-    ]
+    values = [node for node in graph.nodes if node in stage_of and node.op != "output"]
     given: dict[tuple[StageId, StageId], list[Node]] = {}
     for node in values:
         users = {stage_of[user] for user in node.users if user in stage_of}
@@ -84,15 +81,27 @@ def find_flow(graph_module: fx.GraphModule, *, is_trial: bool = False) -> Flow:
     )
     _check_stages(computed, given)
     flow = Flow(num_stages, computed, given, constants, ())
+    inputs = graph.find_nodes(op="placeholder")
     written = tuple(
-        frozenset(aliases.written_among(nodes, flow.taken(stage)))
+        tuple(aliases.written_among(nodes, flow.taken(stage) if stage else inputs))
         for stage, nodes in enumerate(computed)
     )
     for stage, nodes in enumerate(written):
         _check_aliases(aliases, stage, flow.taken(stage), nodes)
-    if not is_trial:
-        _check_buffers(aliases, graph, stage_of)
+    _check_buffers(aliases, graph, stage_of)
     return replace(flow, written=written)
+
+
+def find_constants(graph_module: fx.GraphModule) -> frozenset[Node]:
+    """The nodes of a graph that every stage makes again that uses them."""
+    return frozenset(_constants(graph_module, _Aliases(graph_module)))
+
+
+def find_bound(graph_module: fx.GraphModule) -> list[set[Node]]:
+    """Nodes that one stage must have together: all that use a buffer which the forward changes."""
+    aliases = _Aliases(graph_module)
+    attributes = graph_module.graph.find_nodes(op="get_attr")
+    return [_all_users(node, aliases) for node in attributes if node in aliases.changed_roots]
 
 
 class _Aliases:
@@ -103,7 +112,7 @@ class _Aliases:
         self.changed: dict[Node, list[Node]] = {}
         """By operation, what it changes in place."""
         for node in graph_module.graph.nodes:
-            source = _aliased(node)
+            source = _aliased(node, graph_module)
             self.root[node] = node if source is None else self.root[source]
             self.changed[node] = [*_changed_by(node), *_changed_within(node, graph_module)]
         self.changed_roots = {
@@ -116,11 +125,15 @@ class _Aliases:
         return [value for value in values if self.root[value] in roots]
 
 
-def _aliased(node: Node) -> Node | None:
-    """The argument whose memory the node's result may share."""
+def _aliased(node: Node, graph_module: fx.GraphModule) -> Node | None:
+    """The node whose memory this one's result may share."""
     if node.target is operator.getitem:
         source = node.args[0]
-        return source if isinstance(source, Node) and _aliased(source) else None
+        if not isinstance(source, Node):
+            return None
+        if source.target in _CONTEXTS:
+            return _aliased_within(source, node.args[1], graph_module)
+        return source if _aliased(source, graph_module) is not None else None
     if isinstance(node.target, torch._ops.OpOverload):
         if torch.Tag.maybe_aliasing_or_mutating in node.target.tags:
             # Dropout that is off, say, returns its input.
@@ -131,6 +144,27 @@ def _aliased(node: Node) -> Node | None:
             if argument.alias_info is not None and isinstance(value, Node):
                 return value
     return None
+
+
+def _aliased_within(node: Node, number: Any, graph_module: fx.GraphModule) -> Node | None:
+    """The argument of a node that runs a graph, whose memory one of its results may share."""
+    for inner, given in _graphs_within(node, graph_module):
+        (output,) = inner.graph.find_nodes(op="output")
+        return given.get(_Aliases(inner).root[output.args[0][number]])
+    return None
+
+
+def _graphs_within(
+    node: Node, graph_module: fx.GraphModule
+) -> Iterator[tuple[fx.GraphModule, dict[Node, Node]]]:
+    """The graphs that a node runs, under no_grad or autocast, say, with what they are given."""
+    for place, argument in enumerate(node.args):
+        if isinstance(argument, Node) and argument.op == "get_attr":
+            inner = operator.attrgetter(str(argument.target))(graph_module)
+            if isinstance(inner, fx.GraphModule):
+                taken = inner.graph.find_nodes(op="placeholder")
+                pairs = zip(taken, node.args[place + 1 :], strict=False)
+                yield inner, {own: given for own, given in pairs if isinstance(given, Node)}
 
 
 def _changed_by(node: Node) -> Iterator[Node]:
@@ -148,16 +182,10 @@ def _changed_by(node: Node) -> Iterator[Node]:
 
 
 def _changed_within(node: Node, graph_module: fx.GraphModule) -> Iterator[Node]:
-    """The arguments that change in a graph that the node runs, under no_grad or autocast, say."""
-    for place, argument in enumerate(node.args):
-        if isinstance(argument, Node) and argument.op == "get_attr":
-            inner = operator.attrgetter(str(argument.target))(graph_module)
-            if isinstance(inner, fx.GraphModule):
-                changed = _Aliases(inner).changed_roots
-                taken = inner.graph.find_nodes(op="placeholder")
-                for given, own in zip(node.args[place + 1 :], taken, strict=False):
-                    if own in changed and isinstance(given, Node):
-                        yield given
+    """The arguments that change in a graph that the node runs."""
+    for inner, given in _graphs_within(node, graph_module):
+        changed = _Aliases(inner).changed_roots
+        yield from (value for own, value in given.items() if own in changed)
 
 
 def _constants(graph_module: fx.GraphModule, aliases: _Aliases) -> Iterator[Node]:
@@ -168,17 +196,26 @@ def _constants(graph_module: fx.GraphModule, aliases: _Aliases) -> Iterator[Node
             continue
         if node.op == "get_attr":
             value = operator.attrgetter(node.target)(graph_module)
-            is_constant = isinstance(value, Tensor) and not value.requires_grad
+            is_constant = not isinstance(value, Tensor) or not value.requires_grad
         else:
-            is_constant = _is_pure(node) and found.issuperset(node.all_input_nodes)
+            is_pure = _is_pure(node, graph_module)
+            is_constant = is_pure and found.issuperset(node.all_input_nodes)
         if is_constant:
             found.add(node)
             yield node
 
 
-def _is_pure(node: Node) -> bool:
+def _is_pure(node: Node, graph_module: fx.GraphModule) -> bool:
+    """Whether an operation does nothing but compute its result, the same each time."""
     if node.op != "call_function" or node.target is MARK:
         return False
+    if node.target in _CONTEXTS:
+        return all(
+            _is_pure(step, inner)
+            for inner, _ in _graphs_within(node, graph_module)
+            for step in inner.graph.nodes
+            if step.op == "call_function"
+        )
     if not isinstance(node.target, torch._ops.OpOverload):
         return getattr(node.target, "__module__", "") == "_operator"
     impure = {torch.Tag.nondeterministic_seeded, torch.Tag.maybe_aliasing_or_mutating}
@@ -229,7 +266,7 @@ def _check_stages(
 
 
 def _check_aliases(
-    aliases: _Aliases, stage: StageId, taken: Iterable[Node], written: frozenset[Node]
+    aliases: _Aliases, stage: StageId, taken: Iterable[Node], written: Iterable[Node]
 ) -> None:
     for node in written:
         for other in taken:

@@ -4,12 +4,13 @@ A layer is a call of a module that stands in a list or a Sequential, or of one t
 submodules. Operations of a forward that only calls others belong to the layer before them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 from torch.fx import Node
 
+from penstock.trace.flow import find_bound, find_constants
 from penstock.trace.marks import MARK
 
 
@@ -21,12 +22,17 @@ class Layer:
     nodes: tuple[Node, ...]
 
 
-def find_layers(graph: fx.Graph, at_least: int = 1) -> list[Layer]:
+def find_layers(graph_module: fx.GraphModule, at_least: int = 1) -> list[Layer]:
     """The layers in order; entries of lists are taken apart if there are too few otherwise."""
-    layers = _group(graph, [_outermost_entry(node) for node in _operations(graph)])
-    if len(layers) < at_least:
-        layers = _group(graph, [_innermost(node) for node in _operations(graph)])
-    return layers
+    constants = find_constants(graph_module)
+    operations = [
+        node
+        for node in graph_module.graph.nodes
+        if node.op not in ("placeholder", "get_attr", "output") and node not in constants
+    ]
+    bound = find_bound(graph_module)
+    layers = _join(_group(operations, _outermost_entry), bound)
+    return layers if len(layers) >= at_least else _join(_group(operations, _innermost), bound)
 
 
 def mark_layers(graph_module: fx.GraphModule, starts: Iterable[Layer]) -> None:
@@ -37,15 +43,12 @@ def mark_layers(graph_module: fx.GraphModule, starts: Iterable[Layer]) -> None:
     graph_module.recompile()
 
 
-def _operations(graph: fx.Graph) -> list[Node]:
-    return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-
-
-def _group(graph: fx.Graph, names: Sequence[str]) -> list[Layer]:
+def _group(operations: Sequence[Node], name_of: Callable[[Node], str]) -> list[Layer]:
     """One layer for each run of equal names; names of modules that only call others join in."""
+    names = [name_of(node) for node in operations]
     callers = {prefix for name in names for prefix in _prefixes(name)}
     groups: list[tuple[str, list[Node]]] = []
-    for node, name in zip(_operations(graph), names, strict=True):
+    for node, name in zip(operations, names, strict=True):
         if groups and (name in callers or name == groups[-1][0]):
             groups[-1][1].append(node)
         elif groups and groups[-1][0] in callers:  # Only the first group can be a caller's.
@@ -53,6 +56,17 @@ def _group(graph: fx.Graph, names: Sequence[str]) -> list[Layer]:
         else:
             groups.append((name, [node]))
     return [Layer(name, tuple(nodes)) for name, nodes in groups]
+
+
+def _join(layers: list[Layer], bound: Iterable[set[Node]]) -> list[Layer]:
+    """Make one layer of those that no cut may separate."""
+    for nodes in bound:
+        places = [place for place, layer in enumerate(layers) if not nodes.isdisjoint(layer.nodes)]
+        if places:
+            first, last = places[0], places[-1] + 1
+            joined = tuple(node for layer in layers[first:last] for node in layer.nodes)
+            layers = [*layers[:first], Layer(layers[first].name, joined), *layers[last:]]
+    return layers
 
 
 def _prefixes(name: str) -> list[str]:

@@ -69,8 +69,13 @@ def marked(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> Iterator[N
 
 def remove_marks(graph_module: fx.GraphModule) -> None:
     """Take all marks out of a graph, and out of those within it."""
+    remove_calls(graph_module, MARK)
+
+
+def remove_calls(graph_module: fx.GraphModule, operation: Any) -> None:
+    """Take all calls of an operation whose result nobody uses out of a graph, and those within."""
     for module in _graph_modules(graph_module):
-        for node in module.graph.find_nodes(op="call_function", target=MARK):
+        for node in module.graph.find_nodes(op="call_function", target=operation):
             module.graph.erase_node(node)
         module.recompile()
 

@@ -4,11 +4,13 @@ A trace has the operations of the forward, and their derivatives. What a model d
 itself would be lost without a word: autograd Functions, hooks, reentrant checkpoints.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
@@ -46,6 +48,30 @@ def refusing_own_backwards(model: nn.Module) -> Iterator[None]:
     finally:
         Function.apply = original  # type: ignore[method-assign]  # as it was
         torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]  # as it was
+
+
+@contextmanager
+def noticing_checkpoints(model: nn.Module) -> Iterator[None]:
+    """A context that warns at its end if the model has checkpointed a part of its forward."""
+    original = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    found: list[bool] = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        found.append(True)
+        return original(*args, **kwargs)
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = note
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = original
+    if found:
+        warnings.warn(
+            f"{type(model).__name__} checkpoints activations, and a trace does not keep that: its "
+            "stages compute the same, and hold all activations. To keep it, cut the model between "
+            "its modules with penstock.split(), or checkpoint the stages' modules.",
+            stacklevel=5,
+        )
 
 
 def _refusal(model: nn.Module, what: str) -> TraceError:

@@ -57,7 +57,7 @@ class Balanced:
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Mark the cuts in a traced graph."""
-        layers = find_layers(graph_module.graph, at_least=self.num_stages)
+        layers = find_layers(graph_module, at_least=self.num_stages)
         costs = count_graph(graph_module, layers) if self.costs is None else self.costs
         starts = self.choose(costs, [layer.name for layer in layers])
         mark_layers(graph_module, [layers[start] for start in starts[1:]])

@@ -9,13 +9,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PipelineError, StageError, TraceError
 from penstock.stage import check_tensor
-from penstock.trace.marks import SplitPoint, marked
-from penstock.trace.own_backwards import refusing_own_backwards
+from penstock.trace.marks import SplitPoint, marked, remove_calls
+from penstock.trace.own_backwards import noticing_checkpoints, refusing_own_backwards
 
 TakeInputs: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]
 GiveOutputs: TypeAlias = Callable[[list[Any]], Any]
@@ -47,14 +48,10 @@ def trace(
             f"mb_args is a {type(args).__name__}. Expected a tuple of positional arguments, "
             "those of one microbatch: (x,) for one."
         )
-    try:
-        with marked(model, split_spec), refusing_own_backwards(model):
-            program = torch.export.export(model, args, kwargs, strict=False)
-        graph_module = program.module(check_guards=False)
-    except PipelineError:
-        raise
-    except Exception as exc:
-        raise _untraceable(model, exc) from exc
+    with noticing_checkpoints(model):
+        program, graph_module = _export(model, args, kwargs, split_spec)
+    # Autocast may well give other types than the trace has seen.
+    remove_calls(graph_module, torch.ops.aten._assert_tensor_metadata.default)
     assert program.example_inputs is not None
     names = [
         spec.arg.name
@@ -67,6 +64,22 @@ def trace(
         _make_take_inputs(names, *program.example_inputs),
         _make_give_outputs(program.call_spec.out_spec),
     )
+
+
+def _export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    split_spec: Mapping[str, SplitPoint],
+) -> tuple[ExportedProgram, fx.GraphModule]:
+    try:
+        with marked(model, split_spec), refusing_own_backwards(model):
+            program = torch.export.export(model, args, kwargs, strict=False)
+        return program, program.module(check_guards=False)
+    except PipelineError:
+        raise
+    except Exception as exc:
+        raise _untraceable(model, exc) from exc
 
 
 def _make_take_inputs(
@@ -121,7 +134,9 @@ def _make_give_outputs(structure: pytree.TreeSpec) -> GiveOutputs:
 def _untraceable(model: nn.Module, exc: Exception) -> TraceError:
     """Says which line of the model it was, as far as the exception knows."""
     frames = [
-        frame for frame in traceback.extract_tb(exc.__traceback__) if not _is_inside(frame.filename)
+        frame
+        for frame in traceback.extract_tb(exc.__traceback__)
+        if not _is_inside(frame.filename) and not frame.filename.startswith("<")
     ]
     where = ""
     if frames:
@@ -133,7 +148,9 @@ def _untraceable(model: nn.Module, exc: Exception) -> TraceError:
         f"{type(model).__name__} cannot be traced: {type(exc).__name__}: "
         f"{reason[0] if reason else 'no reason given'}{where}\n"
         "A model can be traced if its forward does the same whatever the values of its tensors "
-        "are. Change that line, or cut the model between its modules with penstock.split()."
+        "are, and returns tensors in tuples, lists, dicts or dataclasses that torch knows (not a "
+        "cache: use_cache=False in transformers). Change that, or cut the model between its "
+        "modules with penstock.split()."
     )
 
 

@@ -59,16 +59,20 @@ def _switched(node: Node) -> int | None:
     if node.target in _STATISTICS and node.args[_STATISTICS[node.target]] is None:
         return None
     if place is not None:
-        return place if node.args[place] is True else None
+        return place if len(node.args) > place and node.args[place] is True else None
     if node.target is _aten.scaled_dot_product_attention.default:
         has_dropout = len(node.args) > _ATTENTION_DROPOUT and node.args[_ATTENTION_DROPOUT] != 0.0
         return _ATTENTION_DROPOUT if has_dropout else None
-    if node.target is _aten.add_.Tensor and _is_counter(node.args[0]):
-        return 1  # A batch norm counts its batches: one more, or none.
+    if node.target is _aten.add_.Tensor and _counts_batches(node):
+        return 1  # One more, or none.
     return None
 
 
-def _is_counter(node: object) -> bool:
-    if not isinstance(node, Node) or node.op != "get_attr":
-        return False
-    return str(node.target).endswith("num_batches_tracked")
+def _counts_batches(node: Node) -> bool:
+    """Whether this is where a batch norm counts its batches."""
+    counter = node.args[0]
+    if isinstance(counter, Node) and str(counter.target).endswith("num_batches_tracked"):
+        return True
+    stack = node.meta.get("nn_module_stack") or {}
+    module = str(list(stack.values())[-1][1]) if stack else ""
+    return module.startswith("torch.nn.modules.batchnorm.")
