@@ -26,20 +26,21 @@ _REMEDY = (
 @contextmanager
 def refusing_own_backwards(model: nn.Module) -> Iterator[None]:
     """A context in which a model is traced; raises where it would change gradients by itself."""
+    kind = type(model).__name__  # The functions below must not keep the model.
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
-            raise _refusal(model, f"its module {name!r} has a backward hook")
+            raise _refusal(kind, f"its module {name!r} has a backward hook")
     original, register_hook = vars(Function)["apply"], torch.Tensor.register_hook
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
-            raise _refusal(model, "it uses checkpointing with use_reentrant=True")
+            raise _refusal(kind, "it uses checkpointing with use_reentrant=True")
         if not cls.__module__.startswith("torch."):
-            raise _refusal(model, f"it calls the autograd Function {cls.__name__}")
+            raise _refusal(kind, f"it calls the autograd Function {cls.__name__}")
         return original.__get__(None, cls)(*args, **kwargs)
 
     def refuse_hook(*_: Any) -> NoReturn:
-        raise _refusal(model, "its forward registers a hook on a tensor")
+        raise _refusal(kind, "its forward registers a hook on a tensor")
 
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # put back below
     torch.Tensor.register_hook = refuse_hook  # type: ignore[method-assign]  # put back below
@@ -74,5 +75,5 @@ def noticing_checkpoints(model: nn.Module) -> Iterator[None]:
         )
 
 
-def _refusal(model: nn.Module, what: str) -> TraceError:
-    return TraceError(f"{type(model).__name__} cannot be traced: {what}. {_REMEDY}")
+def _refusal(kind: str, what: str) -> TraceError:
+    return TraceError(f"{kind} cannot be traced: {what}. {_REMEDY}")

@@ -87,10 +87,11 @@ def _make_take_inputs(
 ) -> TakeInputs:
     examples, structure = pytree.tree_flatten((args, kwargs))
     forms = [x.to("meta") if isinstance(x, Tensor) else x for x in examples]
+    keys = list(kwargs)
 
     def take_inputs(args: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
-        ordered = {key: given[key] for key in kwargs if key in given}
-        unknown = sorted(set(given) - set(kwargs))
+        ordered = {key: given[key] for key in keys if key in given}
+        unknown = sorted(set(given) - set(keys))
         try:
             leaves = structure.flatten_up_to((args, ordered))
         except ValueError:
