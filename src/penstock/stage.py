@@ -40,8 +40,8 @@ class PipelineStage:
     last outputs go there, the furthest last. `skips_in` is the other end: by stage, before the
     previous one, how many of the first arguments come from there, the first stage's first.
 
-    `cut` describes the cut of the model that the stage is a
-    piece of; it must be the same for all stages.
+    `cut` describes the cut of the model that the stage is a piece of; it must be the same for all
+    stages.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class PipelineStage:
         self._input_args = _as_examples("input_args", input_args, input_grads)
         self._output_args = _as_examples("output_args", output_args, output_grads)
         self._engine: SplitEngine | None = None
-        self._ddp = submodule if isinstance(submodule, DistributedDataParallel) else None
         if self._ddp is not None and self._ddp.find_unused_parameters:
             raise StageError(
                 f"stage {stage_index} is wrapped in DistributedDataParallel with "
@@ -105,6 +104,11 @@ class PipelineStage:
         return any(map(is_compiled, self.submod.modules()))
 
     @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        """The module's data-parallel wrapper, which may be put around it later than the stage."""
+        return self.submod if isinstance(self.submod, DistributedDataParallel) else None
+
+    @property
     def is_data_parallel(self) -> bool:
         """Whether DistributedDataParallel reduces the gradients of the module."""
         return self._ddp is not None
@@ -114,11 +118,6 @@ class PipelineStage:
         module = _unwrapped(self.submod)
         for param_name, name in self.tied.items():
             yield param_name, name, module.get_parameter(param_name)
-
-    def skips(self) -> dict[tuple[StageId, StageId], int]:
-        """The skips that begin or end here, from which stage to which, with how many values."""
-        arriving = {(source, self.stage_index): n for source, n in self.skips_in.items()}
-        return arriving | {(self.stage_index, target): n for target, n in self.skips_out.items()}
 
     def share_out(self, mb: MicrobatchId, outputs: Any) -> list[tuple[Any, ...]]:
         """The outputs as arguments: for the next stage, then for each one in `skips_out`."""
@@ -323,6 +322,11 @@ def _check_skips(
 ) -> dict[StageId, int]:
     if skips is None:
         return {}
+    if not isinstance(skips, Mapping):
+        raise StageError(
+            f"stage {stage_index}: {name} is {skips!r}. Expected a mapping from stages to how many "
+            "values go there or come from there, such as {3: 1}."
+        )
     for stage, count in skips.items():
         if stage not in others or not isinstance(count, int) or count < 1:
             expected = f"from {others[0]} to {others[-1]}" if others else "none, as it has none"

@@ -275,14 +275,16 @@ def test_split_refuses_parameters_that_no_layer_holds() -> None:
     model.first, model.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     model.shift = nn.Parameter(torch.zeros(WIDTH))
     layers = ["first", lambda h: h + model.shift, "last"]
-    with pytest.raises(PartitionError, match="the parameter 'shift' of Module is in none of its"):
+    with pytest.raises(PartitionError, match="'shift' of Module is in none of its"):
         penstock.split(model, 2, layers=layers)
 
 
 def test_split_refuses_a_norm_in_two_stages() -> None:
     norm = nn.BatchNorm1d(WIDTH)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH), norm)
-    with pytest.raises(PartitionError, match="stages 0 and 1 both call a BatchNorm1d that keeps"):
+    with pytest.raises(
+        PartitionError, match="stages 0 and 1 both call a BatchNorm1d with the buffers"
+    ):
         penstock.split(model, ["2"])
 
 

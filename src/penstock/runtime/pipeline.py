@@ -26,7 +26,7 @@ from penstock.ir.action import COMPUTE_TYPES, compute_parts, parts
 from penstock.microbatch import merge_chunks, split_args_kwargs_into_chunks, split_target
 from penstock.runtime.messages import Form
 from penstock.runtime.program import forward_only, make_program
-from penstock.runtime.routes import Key, check_skips
+from penstock.runtime.routes import Key, RankSkips, check_skips
 from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
 from penstock.runtime.tied import TiedGrads, Ties, claim, tie
 from penstock.runtime.wire import Wire
@@ -74,10 +74,12 @@ class Pipeline:
             loss_fn, scale_grads, on_grads_ready or _ignore, custom_functions={}
         )
         rank = held[0].group_rank
-        self._skips = {skip: count for stage in held for skip, count in stage.skips().items()}
-        self._forward_program = make_program(forward_only(self.schedule), rank, skips=self._skips)
+        self._skips = RankSkips.of(held)
+        self._forward_program = make_program(
+            forward_only(self.schedule), rank, skips=self._skips.all
+        )
         self._program = make_program(
-            self.schedule, rank, whole=self._compiled_stages(), skips=self._skips
+            self.schedule, rank, whole=self._compiled_stages(), skips=self._skips.all
         )
         self._has_backward = loss_fn is not None and any(
             not isinstance(part, Forward)
@@ -219,6 +221,8 @@ class Pipeline:
         try:
             step.run_all()
         except BaseException as error:
+            if step.tied is not None:
+                step.tied.put_back()
             if step.current is not None:
                 error.add_note(f"in {_describe(step.current)}, on rank {program.rank}")
             raise

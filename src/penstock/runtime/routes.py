@@ -6,13 +6,15 @@ schedule already, and so is the way back, so a message from s to t adds no circl
 what. It is sent as soon as it is made, and is one more in the order of its channel.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.errors import AgreementError
 from penstock.ir import Action, Forward, Rank, Schedule, StageId
 from penstock.ir.action import URGENT_BACKWARD_TYPES
 from penstock.ir.inputs import Channel, Described, Input, Inputs
+from penstock.stage import PipelineStage
 
 Skip: TypeAlias = tuple[StageId, StageId]
 """From which stage to which; never neighbours."""
@@ -95,17 +97,38 @@ def _only(keys: tuple[Input, ...]) -> Input | None:
     return keys[0] if keys else None
 
 
-def check_skips(given: Sequence[Mapping[Skip, int]], ranks: Sequence[Rank]) -> None:
+@dataclass(frozen=True, slots=True)
+class RankSkips:
+    """What the stages of one rank send past others, and what they take: how many values."""
+
+    sent: dict[Skip, int]
+    taken: dict[Skip, int]
+
+    @classmethod
+    def of(cls, stages: Iterable[PipelineStage]) -> "RankSkips":
+        held = list(stages)
+        return cls(
+            {(s.stage_index, to): count for s in held for to, count in s.skips_out.items()},
+            {(since, s.stage_index): count for s in held for since, count in s.skips_in.items()},
+        )
+
+    @property
+    def all(self) -> set[Skip]:
+        return {*self.sent, *self.taken}
+
+
+def check_skips(given: Sequence[RankSkips], ranks: Sequence[Rank]) -> None:
     """Raises if the two ends of a skip were not given the same number of values.
 
-    `given` has, by rank, what its stages send or take; `ranks` has the rank of each stage.
+    `given` has what the stages of each rank send and take; `ranks` has the rank of each stage.
     """
-    for skip in sorted({skip for known in given for skip in known}):
+    for skip in sorted({skip for known in given for skip in known.all}):
         source, target = skip
-        counts = [given[ranks[stage]].get(skip, 0) for stage in skip]
-        if counts[0] != counts[1]:
+        sent = given[ranks[source]].sent.get(skip, 0)
+        taken = given[ranks[target]].taken.get(skip, 0)
+        if sent != taken:
             raise AgreementError(
-                f"stage {source} on rank {ranks[source]} sends {counts[0]} values to stage "
-                f"{target}, but stage {target} on rank {ranks[target]} takes {counts[1]} from it. "
+                f"stage {source} on rank {ranks[source]} sends {sent} values to stage "
+                f"{target}, but stage {target} on rank {ranks[target]} takes {taken} from it. "
                 "Expected the same number: give skips_out and skips_in of one cut."
             )

@@ -105,6 +105,8 @@ class Step:
     """What is being run, for whoever has to say where it went wrong."""
     _left: list[Task] = field(default_factory=list)
     """What a custom function has still to run."""
+    _held_back: dict[Key, Message] | None = None
+    """While a custom function runs: what skips stages and is to be sent when it is done."""
     _made: dict[Key, Message] = field(default_factory=dict)
     _in_flight: dict[tuple[StageId, MicrobatchId], _InFlight] = field(default_factory=dict)
     _pending: dict[tuple[StageId, MicrobatchId], WeightBackward] = field(default_factory=dict)
@@ -151,13 +153,20 @@ class Step:
 
     def _run_custom(self, entry: Entry, function: CustomFunction) -> None:
         self._left = list(entry.tasks)
+        self._held_back = {}
         function(entry.action, self)
+        held_back, self._held_back = self._held_back, None
         if self._left:
             left = " and ".join(str(task.action) for task in self._left)
             raise StageError(
                 f"a custom function was called for {entry.action} and returned without having "
                 f"run {left}, which others wait for. Call context.run(action) in it."
             )
+        # The halves of an overlap may have run in either order; the receiver counts on this one.
+        for task in entry.tasks:
+            for key in task.makes_for_afar:
+                if key in held_back:
+                    self.wire.send(key, *held_back[key])
 
     def _run(self, task: Task) -> None:
         action = task.action
@@ -219,10 +228,12 @@ class Step:
 
     def _send_afar(self, task: Task, messages: list[Message]) -> None:
         for key, message in zip(task.makes_for_afar, messages, strict=True):
-            if self.program.routes.is_message(key):
+            if not self.program.routes.is_message(key):
+                self._made[key] = message
+            elif self._held_back is None:
                 self.wire.send(key, *message)
             else:
-                self._made[key] = message
+                self._held_back[key] = message
 
     def _compute_loss(self, mb: MicrobatchId, outputs: Any) -> Tensor | None:
         assert self.settings.loss_fn is not None
@@ -262,6 +273,8 @@ class Step:
         if task.completes_grads:
             stage.expect_last_grads()
         grads, pending = self._differentiate(task, flight)
+        if flight.loss is not None:
+            self.losses[mb] = flight.loss.detach()  # Its graph would keep the stage's inputs.
         found = {id(x): g for x, g in zip(flight.stage_pass.inputs, grads, strict=True)}
         for tensor, stand_in in flight.outside:
             if (grad := found.get(id(stand_in))) is not None:

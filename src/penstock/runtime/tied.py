@@ -160,6 +160,12 @@ class TiedGrads:
             for copy in self._copies[name]:
                 copy.write(total)
 
+    def put_back(self) -> None:
+        """After a step that failed: the gradients are again what they were before it."""
+        for copies in self._copies.values():
+            for copy in copies:
+                copy.param.grad = copy.aside
+
     def _send(self, own: dict[str, Tensor | None]) -> list[tuple[Transfer, Describe, Tensor]]:
         """[3] To each rank: which gradients there are, and those. Tensors are kept meanwhile."""
         sent: list[tuple[Transfer, Describe, Tensor]] = []

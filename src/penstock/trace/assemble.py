@@ -1,5 +1,6 @@
 """The stages of a traced and marked model, as modules with the model's own names."""
 
+import copy
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -43,27 +44,28 @@ def _graph_of(stage: StageId, flow: Flow, trace: Trace) -> fx.Graph:
     modules = dict(trace.model.named_modules(remove_duplicate=False))
     _add_inputs(graph, copies, stage, flow, trace)
 
-    def copy(node: Node) -> Node:
+    def copied(node: Node) -> Node:
         # Attributes and constants are copied where they are first used.
         if node not in copies:
             assert node.op == "get_attr" or node in flow.constants, node
-            copies[node] = graph.node_copy(node, copy)
+            copies[node] = graph.node_copy(node, copied)
         return copies[node]
 
     for node in flow.computed[stage]:
         name = module_of(node, trace.graph_module, modules)
         if name is None:
-            copies[node] = graph.node_copy(node, copy)
+            copies[node] = graph.node_copy(node, copied)
         else:
-            copies[node] = graph.call_module(name, fx.map_arg(node.args[:1], copy))
+            copies[node] = graph.call_module(name, fx.map_arg(node.args[:1], copied))
             copies[node].meta = dict(node.meta)
     if stage < flow.num_stages - 1:
-        graph.output(tuple(copy(node) for node in flow.given_by(stage)))
+        graph.output(tuple(copied(node) for node in flow.given_by(stage)))
     else:
         (output,) = (node for node in trace.graph_module.graph.nodes if node.op == "output")
-        values = fx.map_arg(list(output.args[0]), copy)
+        values = fx.map_arg(list(output.args[0]), copied)
         graph.output(graph.call_function(trace.give_outputs, (values,)))
-    follow_training_mode(graph)
+    if trace.model.training:
+        follow_training_mode(graph)
     return graph
 
 
@@ -120,13 +122,21 @@ def _install_all(trace: Trace, modules: list[fx.GraphModule]) -> list[dict[str, 
                 tied[stage][names.of(value)[0]] = names.of(value)[0]
     for module, rest in zip(modules, others, strict=True):
         for target, value in rest.items():
-            install(module, target, value, is_persistent=False, is_constant=True)
             if isinstance(value, fx.GraphModule):
-                follow_training_mode(value.graph)
-                value.recompile()
+                value = _copy_graph_within(value, trace.model.training)
+            install(module, target, value, is_persistent=False, is_constant=True)
         for node in module.graph.find_nodes(op="call_module"):
             restore(module, str(node.target), trace.model.get_submodule(str(node.target)))
     return tied
+
+
+def _copy_graph_within(graph_module: fx.GraphModule, is_training: bool) -> fx.GraphModule:
+    """A copy for one stage: another may run the same, on another device."""
+    own = copy.deepcopy(graph_module)
+    if is_training:
+        follow_training_mode(own.graph)
+        own.recompile()
+    return own
 
 
 def _attributes(graph: fx.Graph, model: nn.Module) -> Iterable[str]:

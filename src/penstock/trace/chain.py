@@ -34,9 +34,9 @@ class Chain:
         if layers is None:
             if not _is_sequence(model):
                 raise PartitionError(
-                    f"{type(model).__name__} has a forward of its own, so that the order of its "
-                    "modules is not known. Give layers, the names of its modules in the order in "
-                    "which they are called, or trace it with penstock.pipeline()."
+                    f"{type(model).__name__} has a forward or hooks of its own, so that it is not "
+                    "just its modules one after the other. Give layers, the names of its modules "
+                    "in the order in which they are called, or trace it with penstock.pipeline()."
                 )
             found: list[tuple[str, Layer]] = list(_expand("", model))
         else:
@@ -47,13 +47,18 @@ class Chain:
         return chain
 
     def _check_complete(self) -> None:
-        held = {p for layer in self.layers for _, p in _named_parameters(layer)}
-        for name, parameter in self.model.named_parameters():
-            if parameter not in held:
+        held = {
+            tensor
+            for layer in self.layers
+            if isinstance(layer, nn.Module)
+            for tensor in (*layer.parameters(), *layer.buffers())
+        }
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor) and tensor not in held:
                 raise PartitionError(
-                    f"the parameter {name!r} of {type(self.model).__name__} is in none of its "
-                    "layers, so that no stage would hold it. Name the module that has it, or put "
-                    "it into one with a forward."
+                    f"{name!r} of {type(self.model).__name__} is in none of its layers, so that no "
+                    "stage would hold it. Name the module that has it, or put it into one with a "
+                    "forward."
                 )
 
     def find(self, name: str) -> int:
@@ -81,7 +86,7 @@ class Chain:
             )
         ranges = [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
         if not is_trial:
-            self._check_norms(ranges)
+            self._check_buffers(ranges)
         tied = self._tied(ranges)
         stages = []
         for stage, indices in enumerate(ranges):
@@ -90,17 +95,18 @@ class Chain:
         by_stage = [self._names_of(indices, tied) for indices in ranges]
         return Pipe(stages, by_stage, [self.names[begin] for begin in begins[1:]])
 
-    def _check_norms(self, ranges: Sequence[range]) -> None:
-        """Raises if stages would each change running statistics of their own."""
+    def _check_buffers(self, ranges: Sequence[range]) -> None:
+        """Raises if stages might each change a buffer of their own, such as running statistics."""
         found: dict[nn.Module, StageId] = {}
         for stage, indices in enumerate(ranges):
             for module in (m for i in indices for m in _modules(self.layers[i])):
-                has_statistics = getattr(module, "running_mean", None) is not None
-                if has_statistics and found.setdefault(module, stage) != stage:
+                is_stateful = module._buffers.keys() - module._non_persistent_buffers_set
+                if is_stateful and found.setdefault(module, stage) != stage:
                     raise PartitionError(
                         f"stages {found[module]} and {stage} both call a {type(module).__name__} "
-                        "that keeps running statistics, and would each change their own. Cut the "
-                        "model so that one stage has all its calls."
+                        f"with the buffers {', '.join(sorted(is_stateful))}, and would each have "
+                        "their own. Cut the model so that one stage has all its calls, or register "
+                        "them with persistent=False if they never change."
                     )
 
     def _tied(self, ranges: Sequence[range]) -> dict[Tensor, list[StageId]]:
@@ -191,7 +197,16 @@ def _expand(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_sequence(module: nn.Module) -> bool:
     """Whether a module does nothing but call its entries in turn."""
-    return isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
+    if isinstance(module, nn.ModuleList):
+        return True
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    is_plain = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+    return is_plain and not any(hooks)
 
 
 def _modules(layer: Layer) -> Iterable[nn.Module]:

@@ -26,6 +26,7 @@ from penstock.trace.assemble import assemble
 from penstock.trace.chain import Chain
 from penstock.trace.layers import Layer, find_layers, mark_layers
 from penstock.trace.marks import remove_marks
+from penstock.trace.own_backwards import ONE_AT_A_TIME
 from penstock.trace.tracing import trace
 
 # A forward and the two halves of its backward do about the same work.
@@ -76,6 +77,8 @@ def measure_layers(
 
     Every rank measures something else: measure on one, and give its result to all.
     """
+    if not isinstance(repeats, int) or repeats < 1:
+        raise CostError(f"repeats is {repeats!r}. Expected a whole number, at least 1.")
     kwargs = mb_kwargs or {}
     if layers is not None:
         chain = Chain.of(model, layers)
@@ -173,6 +176,7 @@ class _Counter:
 def _counting() -> Iterator[_Counter]:
     try:
         with (
+            ONE_AT_A_TIME,
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             FlopCounterMode(display=False) as operations,
             _counting_saved() as saved,
@@ -222,7 +226,7 @@ def _measure(
     times, kept = [], 0
     for number in range(repeats + 1):
         args = pytree.tree_map_only(Tensor, Tensor.clone, inputs)  # It may change them in place.
-        before = _now(args)
+        before = _now()
         with _counting_saved() as saved:
             for parameter in module.parameters():
                 saved.leave_out(parameter)
@@ -234,7 +238,7 @@ def _measure(
                 roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True
             )
         if number:  # The first is to warm up.
-            times.append(_now(args) - before)
+            times.append(_now() - before)
         kept = saved.num_bytes
     parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
     return LayerCost(name, statistics.median(times), parameter_bytes, kept), outputs
@@ -245,11 +249,10 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _now(args: Any) -> float:
+def _now() -> float:
     """Seconds, with what the accelerator had to do done."""
-    device = next((x.device for x in pytree.tree_leaves(args) if isinstance(x, Tensor)), None)
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     return time.perf_counter()
 
 
@@ -282,7 +285,9 @@ def _counting_saved() -> Iterator[_Saved]:
 def _kept_as_it_was(module: nn.Module) -> Iterator[None]:
     """Puts back what running a module changes: its buffers, and the random state."""
     before = [buffer.clone() for buffer in module.buffers()]
-    with torch.random.fork_rng():
-        yield
-    for buffer, value in zip(module.buffers(), before, strict=True):
-        buffer.copy_(value)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for buffer, value in zip(module.buffers(), before, strict=True):
+            buffer.copy_(value)

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,20 +19,10 @@ from torch.fx import Node
 
 from penstock.errors import PartitionError
 from penstock.ir import StageId
+from penstock.trace.aliases import CONTEXTS, Aliases, graphs_within
 from penstock.trace.marks import MARK, check_marks
 
 _aten = torch.ops.aten
-# Operations that run a graph within the graph.
-_CONTEXTS = (
-    torch.ops.higher_order.wrap_with_set_grad_enabled,
-    torch.ops.higher_order.wrap_with_autocast,
-)
-# Arguments that these operations change, if the argument in the third column is true; their
-# schemas do not say so.
-_HIDDEN_WRITES = {
-    _aten.batch_norm.default: ((3, 4), 5),
-    _aten.instance_norm.default: ((3, 4), 5),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +54,7 @@ def find_flow(graph_module: fx.GraphModule) -> Flow:
     """The flow of a marked graph; raises if it cannot be cut at its marks."""
     check_marks(graph_module)
     graph = graph_module.graph
-    aliases = _Aliases(graph_module)
+    aliases = Aliases(graph_module)
     constants = frozenset(_constants(graph_module, aliases))
     stage_of = _stages(graph, constants)
     num_stages = 1 + sum(node.target is MARK for node in graph.nodes)
@@ -86,109 +75,25 @@ def find_flow(graph_module: fx.GraphModule) -> Flow:
         tuple(aliases.written_among(nodes, flow.taken(stage) if stage else inputs))
         for stage, nodes in enumerate(computed)
     )
-    for stage, nodes in enumerate(written):
-        _check_aliases(aliases, stage, flow.taken(stage), nodes)
+    for stage, nodes in enumerate(computed):
+        _check_aliases(aliases, stage, nodes, stage_of)
     _check_buffers(aliases, graph, stage_of)
     return replace(flow, written=written)
 
 
 def find_constants(graph_module: fx.GraphModule) -> frozenset[Node]:
     """The nodes of a graph that every stage makes again that uses them."""
-    return frozenset(_constants(graph_module, _Aliases(graph_module)))
+    return frozenset(_constants(graph_module, Aliases(graph_module)))
 
 
 def find_bound(graph_module: fx.GraphModule) -> list[set[Node]]:
     """Nodes that one stage must have together: all that use a buffer which the forward changes."""
-    aliases = _Aliases(graph_module)
+    aliases = Aliases(graph_module)
     attributes = graph_module.graph.find_nodes(op="get_attr")
     return [_all_users(node, aliases) for node in attributes if node in aliases.changed_roots]
 
 
-class _Aliases:
-    """Which nodes share memory with which, and which operations change it."""
-
-    def __init__(self, graph_module: fx.GraphModule) -> None:
-        self.root: dict[Node, Node] = {}
-        self.changed: dict[Node, list[Node]] = {}
-        """By operation, what it changes in place."""
-        for node in graph_module.graph.nodes:
-            source = _aliased(node, graph_module)
-            self.root[node] = node if source is None else self.root[source]
-            self.changed[node] = [*_changed_by(node), *_changed_within(node, graph_module)]
-        self.changed_roots = {
-            self.root[changed] for nodes in self.changed.values() for changed in nodes
-        }
-
-    def written_among(self, nodes: Iterable[Node], values: Iterable[Node]) -> list[Node]:
-        """Those of `values` whose memory one of `nodes` changes."""
-        roots = {self.root[changed] for node in nodes for changed in self.changed[node]}
-        return [value for value in values if self.root[value] in roots]
-
-
-def _aliased(node: Node, graph_module: fx.GraphModule) -> Node | None:
-    """The node whose memory this one's result may share."""
-    if node.target is operator.getitem:
-        source = node.args[0]
-        if not isinstance(source, Node):
-            return None
-        if source.target in _CONTEXTS:
-            return _aliased_within(source, node.args[1], graph_module)
-        return source if _aliased(source, graph_module) is not None else None
-    if isinstance(node.target, torch._ops.OpOverload):
-        if torch.Tag.maybe_aliasing_or_mutating in node.target.tags:
-            # Dropout that is off, say, returns its input.
-            return next(iter(node.all_input_nodes), None)
-        if not any(result.alias_info for result in node.target._schema.returns):
-            return None
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and isinstance(value, Node):
-                return value
-    return None
-
-
-def _aliased_within(node: Node, number: Any, graph_module: fx.GraphModule) -> Node | None:
-    """The argument of a node that runs a graph, whose memory one of its results may share."""
-    for inner, given in _graphs_within(node, graph_module):
-        (output,) = inner.graph.find_nodes(op="output")
-        return given.get(_Aliases(inner).root[output.args[0][number]])
-    return None
-
-
-def _graphs_within(
-    node: Node, graph_module: fx.GraphModule
-) -> Iterator[tuple[fx.GraphModule, dict[Node, Node]]]:
-    """The graphs that a node runs, under no_grad or autocast, say, with what they are given."""
-    for place, argument in enumerate(node.args):
-        if isinstance(argument, Node) and argument.op == "get_attr":
-            inner = operator.attrgetter(str(argument.target))(graph_module)
-            if isinstance(inner, fx.GraphModule):
-                taken = inner.graph.find_nodes(op="placeholder")
-                pairs = zip(taken, node.args[place + 1 :], strict=False)
-                yield inner, {own: given for own, given in pairs if isinstance(given, Node)}
-
-
-def _changed_by(node: Node) -> Iterator[Node]:
-    """The arguments that the node changes in place."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target is _aten.detach_.default:
-        return  # A tensor that is detached keeps its values.
-    hidden, condition = _HIDDEN_WRITES.get(node.target, ((), 0))
-    for number, value in enumerate(node.args):
-        argument = node.target._schema.arguments[number]
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if number in hidden and node.args[condition]:
-            is_written = True
-        if is_written and isinstance(value, Node):
-            yield value
-
-
-def _changed_within(node: Node, graph_module: fx.GraphModule) -> Iterator[Node]:
-    """The arguments that change in a graph that the node runs."""
-    for inner, given in _graphs_within(node, graph_module):
-        changed = _Aliases(inner).changed_roots
-        yield from (value for own, value in given.items() if own in changed)
-
-
-def _constants(graph_module: fx.GraphModule, aliases: _Aliases) -> Iterator[Node]:
+def _constants(graph_module: fx.GraphModule, aliases: Aliases) -> Iterator[Node]:
     """Nodes that need no input and no parameter, and whose values are always the same."""
     found: set[Node] = set()
     for node in graph_module.graph.nodes:
@@ -198,7 +103,7 @@ def _constants(graph_module: fx.GraphModule, aliases: _Aliases) -> Iterator[Node
             value = operator.attrgetter(node.target)(graph_module)
             is_constant = not isinstance(value, Tensor) or not value.requires_grad
         else:
-            is_pure = _is_pure(node, graph_module)
+            is_pure = not aliases.changed[node] and _is_pure(node, graph_module)
             is_constant = is_pure and found.issuperset(node.all_input_nodes)
         if is_constant:
             found.add(node)
@@ -209,10 +114,10 @@ def _is_pure(node: Node, graph_module: fx.GraphModule) -> bool:
     """Whether an operation does nothing but compute its result, the same each time."""
     if node.op != "call_function" or node.target is MARK:
         return False
-    if node.target in _CONTEXTS:
+    if node.target in CONTEXTS:
         return all(
             _is_pure(step, inner)
-            for inner, _ in _graphs_within(node, graph_module)
+            for inner, _ in graphs_within(node, graph_module)
             for step in inner.graph.nodes
             if step.op == "call_function"
         )
@@ -240,12 +145,16 @@ def _followed(node: Node) -> Node | None:
     """The node in whose stage this one is, wherever it stands."""
     if node.target is operator.getitem:  # A part of a result is taken where the result is.
         source = node.args[0]
-    elif node.target is _aten.copy_.default and not node.users:
+    elif node.target is _aten.copy_.default and _is_attribute(node.args[0]):
         # A buffer that was assigned gets its new value at the end of the graph.
         source = node.args[1]
     else:
         return None
     return source if isinstance(source, Node) else None
+
+
+def _is_attribute(argument: object) -> bool:
+    return isinstance(argument, Node) and argument.op == "get_attr"
 
 
 def _check_stages(
@@ -266,19 +175,27 @@ def _check_stages(
 
 
 def _check_aliases(
-    aliases: _Aliases, stage: StageId, taken: Iterable[Node], written: Iterable[Node]
+    aliases: Aliases, stage: StageId, nodes: Iterable[Node], stage_of: dict[Node, StageId]
 ) -> None:
-    for node in written:
-        for other in taken:
-            if other is not node and aliases.root[other] is aliases.root[node]:
-                raise PartitionError(
-                    f"stage {stage} changes {node.name!r} in place, of which {other.name!r} is a "
-                    "view that is used too; both come from earlier stages, as copies that do not "
-                    "share memory. Cut the model elsewhere, or do not change it in place."
-                )
+    """Raises if a stage changes memory that later uses see by another value than the one it has."""
+    for root in {aliases.root[changed] for node in nodes for changed in aliases.changed[node]}:
+        seen = [
+            node
+            for node in stage_of
+            if aliases.root[node] is root
+            and stage_of[node] < stage
+            and any(stage_of.get(user, 0) >= stage for user in node.users)
+        ]
+        if len(seen) > 1:
+            first, second = seen[:2]
+            raise PartitionError(
+                f"stage {stage} changes memory in place that {first.name!r} and {second.name!r} "
+                "share; both come from earlier stages, as copies that do not. Cut the model "
+                "elsewhere, or do not change it in place."
+            )
 
 
-def _check_buffers(aliases: _Aliases, graph: fx.Graph, stage_of: dict[Node, StageId]) -> None:
+def _check_buffers(aliases: Aliases, graph: fx.Graph, stage_of: dict[Node, StageId]) -> None:
     for node in graph.nodes:
         if node.op != "get_attr" or node not in aliases.changed_roots:
             continue
@@ -292,7 +209,7 @@ def _check_buffers(aliases: _Aliases, graph: fx.Graph, stage_of: dict[Node, Stag
             )
 
 
-def _all_users(node: Node, aliases: _Aliases) -> set[Node]:
+def _all_users(node: Node, aliases: Aliases) -> set[Node]:
     """The users of a node, and of what shares its memory."""
     sharing = [other for other, root in aliases.root.items() if root is node]
     return {user for other in sharing for user in other.users}

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from penstock.errors import PartitionError
 from penstock.trace.assemble import assemble
-from penstock.trace.marks import SplitPoint, remove_marks
+from penstock.trace.marks import SplitPoint, remove_marks, unify_marks
 from penstock.trace.pipe import Pipe
 from penstock.trace.tracing import trace
 
@@ -46,5 +46,12 @@ def pipeline(
     traced = trace(module, mb_args, mb_kwargs or {}, split_spec or {})
     if split_policy is not None:
         remove_marks(traced.graph_module)
-        traced = replace(traced, graph_module=split_policy(traced.graph_module))
+        marked = split_policy(traced.graph_module)
+        if not isinstance(marked, fx.GraphModule):
+            raise PartitionError(
+                f"split_policy returned a {type(marked).__name__}. Expected the traced graph "
+                "module that it was given, with calls of pipe_split in it."
+            )
+        unify_marks(marked)
+        traced = replace(traced, graph_module=marked)
     return assemble(traced)

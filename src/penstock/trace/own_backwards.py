@@ -4,10 +4,11 @@ A trace has the operations of the forward, and their derivatives. What a model d
 itself would be lost without a word: autograd Functions, hooks, reentrant checkpoints.
 """
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -17,6 +18,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.errors import TraceError
 
+# What is put in place of torch's own functions below is there for all threads; so are the hooks
+# of torch's counters.
+ONE_AT_A_TIME = threading.RLock()
 _REMEDY = (
     "A trace has only the operations of the forward, so that this would be lost. Leave it out, or "
     "cut the model between its modules with penstock.split()."
@@ -26,20 +30,30 @@ _REMEDY = (
 @contextmanager
 def refusing_own_backwards(model: nn.Module) -> Iterator[None]:
     """A context in which a model is traced; raises where it would change gradients by itself."""
+    with ONE_AT_A_TIME:
+        yield from _refusing(model)
+
+
+def _refusing(model: nn.Module) -> Iterator[None]:
     kind = type(model).__name__  # The functions below must not keep the model.
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise _refusal(kind, f"its module {name!r} has a backward hook")
     original, register_hook = vars(Function)["apply"], torch.Tensor.register_hook
+    tracer = threading.get_ident()  # What other threads do meanwhile is none of our business.
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracer:
+            return original.__get__(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:
             raise _refusal(kind, "it uses checkpointing with use_reentrant=True")
         if not cls.__module__.startswith("torch."):
             raise _refusal(kind, f"it calls the autograd Function {cls.__name__}")
         return original.__get__(None, cls)(*args, **kwargs)
 
-    def refuse_hook(*_: Any) -> NoReturn:
+    def refuse_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        if threading.get_ident() != tracer:
+            return register_hook(tensor, hook)  # type: ignore[no-untyped-call]  # torch has no types
         raise _refusal(kind, "its forward registers a hook on a tensor")
 
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # put back below
@@ -54,6 +68,11 @@ def refusing_own_backwards(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def noticing_checkpoints(model: nn.Module) -> Iterator[None]:
     """A context that warns at its end if the model has checkpointed a part of its forward."""
+    with ONE_AT_A_TIME:
+        yield from _noticing(model)
+
+
+def _noticing(model: nn.Module) -> Iterator[None]:
     original = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     found: list[bool] = []
 

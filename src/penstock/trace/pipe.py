@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import StageError
 from penstock.ir import StageId
 from penstock.stage import Group, PipelineStage, as_arguments
+from penstock.trace.names import install
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Pipe:
         self._starts = ("", *starts)
         self._given = dict(sorted((given or {}).items()))
         self._names = [_names_of_one(module) for module in modules]
+        self._unsaved = [_unsaved_without_values(module) for module in modules]
 
     @property
     def num_stages(self) -> int:
@@ -128,12 +130,16 @@ class Pipe:
         group: Group = None,
         *,
         dynamic_shapes: bool = False,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> PipelineStage:
         """The stage for a pipeline, with its module moved to the device.
 
-        The stage does not keep the other ones: drop the pipe and the model to free them.
+        The stage does not keep the other ones: drop the pipe and the model to free them. For a
+        model that was cut on the meta device, `buffers` has the values of those of this stage's
+        buffers that no state dict has.
         """
         module = self.get_stage_module(stage_index)
+        self._set_buffers(stage_index, module, buffers or {})
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise StageError(
                 f"stage {stage_index} has parameters or buffers on the meta device, which have no "
@@ -156,6 +162,18 @@ class Pipe:
             skips_out=self._skips_out(stage_index),
             cut=self.cut,
         )
+
+    def _set_buffers(
+        self, stage_index: StageId, module: nn.Module, buffers: Mapping[str, Tensor]
+    ) -> None:
+        for name in self._unsaved[stage_index]:
+            if name not in buffers:
+                raise StageError(
+                    f"stage {stage_index} has the buffer {name!r}, which was on the meta device "
+                    "and is not persistent, so that neither the model nor a state dict has its "
+                    "values. Give them: build_stage(…, buffers={name: tensor})."
+                )
+            install(module, name, buffers[name], is_persistent=False)
 
     @property
     def cut(self) -> str:
@@ -219,13 +237,24 @@ def _check_constants(stage_index: StageId, module: fx.GraphModule) -> None:
             )
 
 
+def _unsaved_without_values(module: nn.Module) -> list[str]:
+    """The buffers on the meta device that are in no state dict."""
+    saved = module.state_dict(keep_vars=True)
+    return [name for name, b in module.named_buffers() if b.is_meta and name not in saved]
+
+
 def _move_operations(module: fx.GraphModule, device: torch.device) -> None:
     """Let operations that make tensors make them on `device`, not where the model was traced."""
 
     def moved(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 
-    for node in module.graph.nodes:
-        node.args = pytree.tree_map(moved, node.args)
-        node.kwargs = pytree.tree_map(moved, node.kwargs)
-    module.recompile()
+    for graph_module in module.modules():
+        if not isinstance(graph_module, fx.GraphModule):
+            continue
+        for node in graph_module.graph.nodes:
+            node.args = pytree.tree_map(moved, node.args)
+            node.kwargs = pytree.tree_map(moved, node.kwargs)
+            if node.target is torch.ops.higher_order.wrap_with_autocast:
+                node.update_arg(0, device.type)
+        graph_module.recompile()

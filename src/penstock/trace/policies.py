@@ -1,7 +1,7 @@
 """Where to cut a model, decided from what its layers cost."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from torch import fx
 
@@ -12,7 +12,7 @@ from penstock.trace.costs import LayerCost, count_graph
 from penstock.trace.layers import find_layers, mark_layers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Balanced:
     """A `split_policy` that makes the slowest rank as fast as it can be.
 
@@ -26,34 +26,13 @@ class Balanced:
     """
 
     num_stages: int
+    _: KW_ONLY
     costs: Sequence[LayerCost | float] | None = None
     placement: Placement | None = None
+    slack: float = 0.02
     memory_cap: float | None = None
     in_flight: int | Sequence[int] | None = None
     bytes_per_parameter_byte: float = 4.0
-    slack: float = 0.02
-
-    def __init__(
-        self,
-        num_stages: int,
-        *,
-        costs: Sequence[LayerCost | float] | None = None,
-        placement: Placement | None = None,
-        memory_cap: float | None = None,
-        in_flight: int | Sequence[int] | None = None,
-        bytes_per_parameter_byte: float = 4.0,
-        slack: float = 0.02,
-    ) -> None:
-        for name, value in (
-            ("num_stages", num_stages),
-            ("costs", costs),
-            ("placement", placement),
-            ("memory_cap", memory_cap),
-            ("in_flight", in_flight),
-            ("bytes_per_parameter_byte", bytes_per_parameter_byte),
-            ("slack", slack),
-        ):
-            object.__setattr__(self, name, value)
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Mark the cuts in a traced graph."""
