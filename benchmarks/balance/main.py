@@ -29,13 +29,14 @@ import penstock
 
 RANKS, WARM_UP = 2, 2
 SCHEDULES = ("1F1B", "ZB-V")
+VOCABULARY = 16000
 EVEN, COUNTED, MEASURED = CUTS = "even", "counted", "measured"
 
 
 class Decoder(nn.Module):
     """Equal blocks, and a large vocabulary: the head costs as much as several blocks."""
 
-    def __init__(self, width: int = 192, vocabulary: int = 8000) -> None:
+    def __init__(self, width: int = 192, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(8))
@@ -74,7 +75,7 @@ class Case(NamedTuple):
 
 
 def decoder_batch(m: int) -> tuple[Tensor, Tensor]:
-    tokens, target = torch.randint(8000, (2, m * 2, 64))
+    tokens, target = torch.randint(VOCABULARY, (2, m * 2, 64))
     return tokens, target
 
 

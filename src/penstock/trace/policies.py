@@ -29,7 +29,7 @@ class Balanced:
     _: KW_ONLY
     costs: Sequence[LayerCost | float] | None = None
     placement: Placement | None = None
-    slack: float = 0.02
+    slack: float = 0.05
     memory_cap: float | None = None
     in_flight: int | Sequence[int] | None = None
     bytes_per_parameter_byte: float = 4.0
