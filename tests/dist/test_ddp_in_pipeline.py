@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import penstock
 from local_steps import mean_square
-from penstock import Pipeline, PipelineStage, StageError, schedules
+from penstock import Pipeline, PipelineStage, Schedule, SplitPoint, StageError, schedules
 from staged_models import MODELS, StepRecord, make_optimizer, named_grads, train_unsplit
 from training import assert_close, assert_same_grads, make_stages
 from worker_pool import WorkerPool
@@ -21,32 +22,62 @@ pytestmark = pytest.mark.dist
 SIZE, NUM_STEPS = 16, 3
 
 
-def _train(world: dist.ProcessGroup, name: str) -> list[StepRecord]:
+def _train(world: dist.ProcessGroup, name: str, is_traced: bool) -> list[StepRecord]:
     rank = dist.get_rank()
     pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     try:
-        return _train_in(pipelines[rank // 2], replicas[rank % 2], rank // 2, name)
+        return _train_in(pipelines[rank // 2], replicas[rank % 2], rank // 2, name, is_traced)
     finally:
         gc.collect()  # A reducer is in a cycle, and with it lives its group.
         for group in (pipelines[rank // 2], replicas[rank % 2]):
             dist.destroy_process_group(group)
 
 
+def _wrap(module: nn.Module, replica_group: dist.ProcessGroup) -> DistributedDataParallel:
+    return DistributedDataParallel(module, process_group=replica_group, bucket_cap_mb=0.0005)
+
+
+def _make(
+    schedule: Schedule, pipeline_group: dist.ProcessGroup, replica_group: dist.ProcessGroup
+) -> tuple[list[PipelineStage], dict[int, nn.Module]]:
+    """The stages of this rank, wrapped, and the modules inside."""
+    held = schedule.placement.stages_of(dist.get_rank(pipeline_group))
+    own = {index: MODELS["mlp"].stage(index, schedule.num_stages) for index in held}
+    wrapped = [
+        _wrap(own[index], replica_group) if index in own else None
+        for index in range(schedule.num_stages)
+    ]
+    return make_stages(pipeline_group, wrapped, held), own
+
+
+def _trace(
+    schedule: Schedule, pipeline_group: dist.ProcessGroup, replica_group: dist.ProcessGroup
+) -> tuple[list[PipelineStage], dict[int, nn.Module]]:
+    """The same of a traced model, whose stages are wrapped after they were built."""
+    model, count = MODELS["mlp"], schedule.num_stages
+    whole = nn.Sequential(*(model.stage(index, count) for index in range(count)))
+    (x,), _, _ = model.batch(SIZE // 2 // schedule.num_microbatches, 0)
+    spec = {str(index): SplitPoint.BEGINNING for index in range(1, count)}
+    pipe = penstock.pipeline(whole, (x,), split_spec=spec)
+    held = schedule.placement.stages_of(dist.get_rank(pipeline_group))
+    stages = [pipe.build_stage(index, "cpu", pipeline_group) for index in held]
+    own = {index: s.submod.get_submodule(str(index)) for index, s in zip(held, stages, strict=True)}
+    for stage in stages:
+        stage.submod = _wrap(stage.submod, replica_group)
+    return stages, own
+
+
 def _train_in(
-    pipeline_group: dist.ProcessGroup, replica_group: dist.ProcessGroup, replica: int, name: str
+    pipeline_group: dist.ProcessGroup,
+    replica_group: dist.ProcessGroup,
+    replica: int,
+    name: str,
+    is_traced: bool,
 ) -> list[StepRecord]:
     model = MODELS["mlp"]
     schedule = schedules.get(name)(num_ranks=2, num_microbatches=4)
-    held = schedule.placement.stages_of(dist.get_rank(pipeline_group))
-    own = {index: model.stage(index, schedule.num_stages) for index in held}
-    wrapped = [
-        DistributedDataParallel(own[index], process_group=replica_group, bucket_cap_mb=0.0005)
-        if index in own
-        else None
-        for index in range(schedule.num_stages)
-    ]
-    stages = make_stages(pipeline_group, wrapped, held)
+    stages, own = (_trace if is_traced else _make)(schedule, pipeline_group, replica_group)
     pipeline = Pipeline(stages, schedule, loss_fn=mean_square, timeout=20)
     optimizer = make_optimizer(own.values(), SIZE, "mean")
     records = []
@@ -60,11 +91,16 @@ def _train_in(
     return records
 
 
+NAMES = ["GPipe", "1F1B", "ZB-H1", "InterleavedZeroBubble", "ZB-V", "DualPipeV"]
+
+
 @pytest.mark.parametrize(
-    "name", ["GPipe", "1F1B", "ZB-H1", "InterleavedZeroBubble", "ZB-V", "DualPipeV"]
+    ("name", "is_traced"), [*((name, False) for name in NAMES), ("1F1B", True), ("ZB-V", True)]
 )
-def test_gradients_are_averaged_over_the_pipelines(name: str, pool: WorkerPool) -> None:
-    results = pool.run(4, _train, name)
+def test_gradients_are_averaged_over_the_pipelines(
+    name: str, is_traced: bool, pool: WorkerPool
+) -> None:
+    results = pool.run(4, _train, name, is_traced)
     num_stages = 2 * schedules.get(name).stages_per_rank
     expected = train_unsplit("mlp", num_stages, SIZE, "mean", NUM_STEPS)
     for step, wanted in enumerate(expected):

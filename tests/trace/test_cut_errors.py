@@ -373,7 +373,7 @@ class TestSplit:
         with raises(
             PartitionError,
             "the layer of Net 'frst' does not exist. The closest are 'first'",
-            "Name modules as model.named_modules() does.",
+            "Name a module as model.named_modules() does.",
         ):
             penstock.split(Net(), 2, layers=["frst", "second"])
 

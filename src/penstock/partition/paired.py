@@ -226,7 +226,7 @@ def _search(problem: _Problem, most: _Most) -> list[tuple[int, int]] | None:
         history.append(_advance(problem, most, rank, history[-1]))
     for a, fronts in enumerate(history.pop()):
         if problem.num_layers - a in fronts:
-            return _trace(problem, most, history, (a, problem.num_layers - a))
+            return _way_back(problem, most, history, (a, problem.num_layers - a))
     return None
 
 
@@ -265,7 +265,7 @@ def _advance(problem: _Problem, most: _Most, rank: int, states: States) -> State
     return after
 
 
-def _trace(
+def _way_back(
     problem: _Problem, most: _Most, history: list[States], end: tuple[int, int]
 ) -> list[tuple[int, int]]:
     """The way to the state `end`, fronts in the order of the tracks.

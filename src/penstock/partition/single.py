@@ -57,10 +57,10 @@ def most_even(load: Load, limit: Limit, maximum: int) -> tuple[int, ...]:
         best = found
         starts_by_stage.append(starts)
     assert best[-1] is not None, "no cut keeps to the maximum"
-    return _trace(starts_by_stage, load.num_layers)
+    return _way_back(starts_by_stage, load.num_layers)
 
 
-def _trace(starts_by_stage: list[list[int]], num_layers: int) -> tuple[int, ...]:
+def _way_back(starts_by_stage: list[list[int]], num_layers: int) -> tuple[int, ...]:
     chosen = [num_layers]
     for starts in reversed(starts_by_stage):
         chosen.append(starts[chosen[-1]])

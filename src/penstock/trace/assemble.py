@@ -31,8 +31,8 @@ def assemble(trace: Trace) -> Pipe:
         module.train(trace.model.training)
     starts = [_describe(nodes[0]) for nodes in flow.computed[1:]]
     given = {
-        edge: [f"{node.name} {_form(node.meta.get('val'))}" for node in nodes]
-        for edge, nodes in flow.given.items()
+        pair: [f"{node.name} {_form(node.meta.get('val'))}" for node in nodes]
+        for pair, nodes in flow.given.items()
     }
     return Pipe(modules, tied, starts, given)
 

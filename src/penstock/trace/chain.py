@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 from penstock.errors import PartitionError
 from penstock.ir import StageId
 from penstock.stage import as_arguments
-from penstock.trace.marks import unknown_name
+from penstock.trace.marks import find_module, unknown_name
 from penstock.trace.names import Names, install
 from penstock.trace.pipe import Pipe
 
-Layer: TypeAlias = nn.Module | Callable[..., Any]
+Called: TypeAlias = nn.Module | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Chain:
 
     model: nn.Module
     names: list[str]
-    layers: list[Layer]
+    layers: list[Called]
 
     @classmethod
     def of(cls, model: nn.Module, layers: Sequence[str | Callable[..., Any]] | None) -> "Chain":
@@ -38,7 +38,7 @@ class Chain:
                     "just its modules one after the other. Give layers, the names of its modules "
                     "in the order in which they are called, or trace it with penstock.pipeline()."
                 )
-            found: list[tuple[str, Layer]] = list(_expand("", model))
+            found: list[tuple[str, Called]] = list(_expand("", model))
         else:
             found = [pair for layer in layers for pair in _find(model, layer)]
         names, modules = zip(*found, strict=True) if found else ((), ())
@@ -146,7 +146,7 @@ class Chain:
 class ChainStage(nn.Module):
     """Layers called one after the other; modules have the names that they have in the model."""
 
-    def __init__(self, layers: Sequence[tuple[str, Layer]], is_training: bool) -> None:
+    def __init__(self, layers: Sequence[tuple[str, Called]], is_training: bool) -> None:
         super().__init__()
         self.training = is_training
         self._begins_in_place = bool(getattr(layers[0][1], "inplace", False))
@@ -170,19 +170,11 @@ class ChainStage(nn.Module):
         return values
 
 
-def _find(model: nn.Module, layer: str | Callable[..., Any]) -> Iterator[tuple[str, Layer]]:
+def _find(model: nn.Module, layer: str | Callable[..., Any]) -> Iterator[tuple[str, Called]]:
     if callable(layer):
         yield getattr(layer, "__name__", type(layer).__name__), layer
         return
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if layer not in modules or not layer:
-        raise unknown_name(
-            f"the layer of {type(model).__name__}",
-            layer,
-            (known for known in modules if known),
-            "Name modules as model.named_modules() does.",
-        )
-    yield from _expand(layer, modules[layer])
+    yield from _expand(layer, find_module(model, layer, "layer"))
 
 
 def _expand(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -209,11 +201,11 @@ def _is_sequence(module: nn.Module) -> bool:
     return is_plain and not any(hooks)
 
 
-def _modules(layer: Layer) -> Iterable[nn.Module]:
+def _modules(layer: Called) -> Iterable[nn.Module]:
     return layer.modules() if isinstance(layer, nn.Module) else ()
 
 
-def _named_parameters(layer: Layer) -> Iterable[tuple[str, Tensor]]:
+def _named_parameters(layer: Called) -> Iterable[tuple[str, Tensor]]:
     return layer.named_parameters() if isinstance(layer, nn.Module) else ()
 
 

@@ -97,7 +97,7 @@ def measure_layers(
         costs.append(cost)
         return outputs
 
-    pipe.walk(run, mb_args)
+    pipe.run_stages(run, mb_args)
     return costs
 
 

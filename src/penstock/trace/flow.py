@@ -62,8 +62,8 @@ def find_flow(graph_module: fx.GraphModule) -> Flow:
     given: dict[tuple[StageId, StageId], list[Node]] = {}
     for node in values:
         users = {stage_of[user] for user in node.users if user in stage_of}
-        for edge in pairwise(sorted(users | {stage_of[node]})):
-            given.setdefault(edge, []).append(node)
+        for pair in pairwise(sorted(users | {stage_of[node]})):
+            given.setdefault(pair, []).append(node)
     computed = tuple(
         tuple(node for node in values if stage_of[node] == stage and node.op != "placeholder")
         for stage in range(num_stages)

@@ -41,7 +41,7 @@ def marked(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> Iterator[N
     called: set[str] = set()
     with ExitStack() as hooks:
         for name, point in split_spec.items():
-            module = _submodule(model, name)
+            module = find_module(model, name, "cut point")
 
             def leave_mark(*_: Any, name: str = name) -> None:
                 called.add(name)
@@ -110,11 +110,12 @@ def unknown_name(what: str, name: object, names: Iterable[str], expected: str) -
     return PartitionError(f"{what} {name!r} does not exist.{hint} {expected}")
 
 
-def _submodule(model: nn.Module, name: str) -> nn.Module:
+def find_module(model: nn.Module, name: str, what: str) -> nn.Module:
+    """The module of that name; `what` says what it was named for."""
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if name not in modules or not name:
         raise unknown_name(
-            f"the cut point of {type(model).__name__}",
+            f"the {what} of {type(model).__name__}",
             name,
             (known for known in modules if known),
             "Name a module as model.named_modules() does.",

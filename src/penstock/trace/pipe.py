@@ -78,9 +78,9 @@ class Pipe:
         return len(self._modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.walk(lambda _, module, values: module(*values, **kwargs), args)
+        return self.run_stages(lambda _, module, values: module(*values, **kwargs), args)
 
-    def walk(
+    def run_stages(
         self, run: Callable[[StageId, nn.Module, tuple[Any, ...]], Any], args: tuple[Any, ...]
     ) -> Any:
         """Run the stages in turn by `run(stage, module, arguments)`; returns the last's outputs."""
