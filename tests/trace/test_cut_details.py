@@ -179,3 +179,37 @@ def test_measuring_that_fails_leaves_buffers_as_they_were() -> None:
     with pytest.raises(ValueError, match="as it was told"):
         penstock.measure_layers(model, (X,), layers=["0"])
     assert 0 == model[0].calls.item()
+
+
+def test_layers_may_be_the_modules_themselves() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(layers(4))
+    pipe = penstock.split(model, 2, layers=list(model.layers))
+    assert [40, 40] == [stage.num_parameters for stage in pipe.info().stages]
+    assert torch.equal(nn.Sequential(*model.layers)(X), pipe(X))
+    assert set(model.state_dict()) == {
+        name for stage in (0, 1) for name in pipe.get_stage_module(stage).state_dict()
+    }
+
+
+def test_layer_that_is_no_module_of_the_model_is_rejected() -> None:
+    with pytest.raises(PartitionError, match="layers holds a Linear that is no module of Sequent"):
+        penstock.split(layers(), 2, layers=["0", "1", "2", nn.Linear(WIDTH, WIDTH)])
+
+
+def test_split_spec_that_is_no_mapping_is_rejected() -> None:
+    with pytest.raises(PartitionError, match=r"split_spec is \['1'\]. Expected a mapping from"):
+        penstock.pipeline(layers(), (X,), split_spec=["1"])
+
+
+def test_missing_and_unknown_arguments_are_named() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+            return x * scale
+
+    pipe = penstock.pipeline(Net(), (X,), {"scale": X})
+    message = r"traced with 1 positional arguments, scale=, and called with 2 positional arguments"
+    with pytest.raises(StageError, match=message):
+        pipe(X, X)
+    with pytest.raises(StageError, match=r"and called with 1 positional arguments, shift=\."):
+        pipe(X, shift=X)

@@ -171,7 +171,11 @@ class TestCutPoints:
 
     def test_stage_without_operations(self) -> None:
         spec = {"first": SplitPoint.BEGINNING}
-        with raises(PartitionError, "stage 0 would have nothing to compute", "or move it."):
+        with raises(
+            PartitionError,
+            "stage 0 would have nothing to compute",
+            "Move a cut point, or take it out.",
+        ):
             penstock.pipeline(Net(), (X,), split_spec=spec)
 
     def test_two_cuts_at_one_place(self) -> None:
@@ -266,7 +270,9 @@ class TestCalls:
             pipe(X, mask=X)
 
     def test_unknown_keyword(self, pipe: penstock.Pipe) -> None:
-        with raises(StageError, "and called with", " and extra, other.", "Call it with"):
+        with raises(
+            StageError, "and called with", "mask=, power=, other=, extra=.", "Call it with"
+        ):
             pipe(X, mask=X, power=2, other=X, extra=1)
 
     def test_keyword_given_by_position(self, pipe: penstock.Pipe) -> None:

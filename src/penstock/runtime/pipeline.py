@@ -124,7 +124,10 @@ class Pipeline:
         loss_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """One batch, forward only and without gradients; takes and returns what `step` does."""
+        """One batch, forward only and without gradients; takes and returns what `step` does.
+
+        Losses are computed only if `losses` is given, so that outputs need no `target`.
+        """
         return self._run(False, args, kwargs, target, losses, return_outputs, loss_kwargs)
 
     def step_microbatches(
@@ -216,6 +219,7 @@ class Pipeline:
             settings=self._settings,
             has_backward=has_backward,
             keeps_outputs=keeps_outputs,
+            needs_losses=has_backward or losses is not None,
             tied=TiedGrads(self._ties, self.stages, self._comm) if is_tied else None,
         )
         try:

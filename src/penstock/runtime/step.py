@@ -98,6 +98,7 @@ class Step:
     settings: Settings
     has_backward: bool
     keeps_outputs: bool
+    needs_losses: bool
     tied: TiedGrads | None
     outputs: dict[MicrobatchId, Any] = field(default_factory=dict)
     losses: dict[MicrobatchId, Any] = field(default_factory=dict)
@@ -220,7 +221,7 @@ class Step:
             self._send_afar(task, messages[1:])
             return None, messages
         loss = None
-        if self.settings.loss_fn is not None:
+        if self.settings.loss_fn is not None and self.needs_losses:
             loss = self._compute_loss(mb, outputs)
         if self.keeps_outputs:
             self.outputs[mb] = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
@@ -239,7 +240,12 @@ class Step:
         assert self.settings.loss_fn is not None
         with torch.set_grad_enabled(self.has_backward):
             target = self.batch.targets[mb] if self.batch.targets else None
-            loss = self.settings.loss_fn(outputs, target, **self.batch.loss_kwargs)
+            try:
+                loss = self.settings.loss_fn(outputs, target, **self.batch.loss_kwargs)
+            except Exception as exc:
+                if target is None:
+                    exc.add_note("no target was given on this rank, which holds the last stage")
+                raise
         self.losses[mb] = loss
         if not self.has_backward:
             return None

@@ -171,10 +171,23 @@ class ChainStage(nn.Module):
 
 
 def _find(model: nn.Module, layer: str | Callable[..., Any]) -> Iterator[tuple[str, Called]]:
+    if isinstance(layer, nn.Module):
+        yield from _expand(_name_of(model, layer), layer)
+        return
     if callable(layer):
         yield getattr(layer, "__name__", type(layer).__name__), layer
         return
     yield from _expand(layer, find_module(model, layer, "layer"))
+
+
+def _name_of(model: nn.Module, layer: nn.Module) -> str:
+    for name, module in model.named_modules():
+        if module is layer:
+            return str(name)
+    raise PartitionError(
+        f"layers holds a {type(layer).__name__} that is no module of {type(model).__name__}, so "
+        "that its parameters would have no names. Make it one, or give a function."
+    )
 
 
 def _expand(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

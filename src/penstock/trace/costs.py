@@ -185,7 +185,8 @@ def _counting() -> Iterator[_Counter]:
     except (DataDependentOutputException, DynamicOutputShapeException) as exc:
         raise CostError(
             f"costs cannot be counted from shapes: what {exc.func} returns depends on the values "
-            "of its input. Give costs: those of penstock.measure_layers(), or one number per layer."
+            "of its input. Give them: penstock.Balanced(num_stages, costs=…), with the result of "
+            "penstock.measure_layers() or one number per layer."
         ) from exc
 
 

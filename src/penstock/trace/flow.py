@@ -163,8 +163,8 @@ def _check_stages(
     for stage, nodes in enumerate(computed):
         if not nodes:
             raise PartitionError(
-                f"stage {stage} would have nothing to compute: there is no operation between its "
-                "two ends. Take one of the two cut points out, or move it."
+                f"stage {stage} would have nothing to compute: the model has no operation between "
+                "where it begins and where it ends. Move a cut point, or take it out."
             )
         if stage < len(computed) - 1 and stage not in {source for source, _ in given}:
             raise PartitionError(

@@ -15,7 +15,7 @@ from penstock.trace.tracing import trace
 
 def pipeline(
     module: nn.Module,
-    mb_args: tuple[Any, ...],
+    mb_args: tuple[Any, ...] = (),
     mb_kwargs: dict[str, Any] | None = None,
     split_spec: Mapping[str, SplitPoint] | None = None,
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,

@@ -38,6 +38,11 @@ def pipe_split() -> None:
 @contextmanager
 def marked(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> Iterator[None]:
     """A context in which calls of the modules in `split_spec` leave marks."""
+    if not isinstance(split_spec, Mapping):
+        raise PartitionError(
+            f"split_spec is {split_spec!r}. Expected a mapping from names of modules to "
+            "SplitPoint.BEGINNING or SplitPoint.END."
+        )
     called: set[str] = set()
     with ExitStack() as hooks:
         for name, point in split_spec.items():

@@ -3,7 +3,7 @@
 import linecache
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -87,27 +87,33 @@ def _make_take_inputs(
 ) -> TakeInputs:
     examples, structure = pytree.tree_flatten((args, kwargs))
     forms = [x.to("meta") if isinstance(x, Tensor) else x for x in examples]
-    keys = list(kwargs)
+    keys, num_args = list(kwargs), len(args)
 
     def take_inputs(args: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
         ordered = {key: given[key] for key in keys if key in given}
-        unknown = sorted(set(given) - set(keys))
+        if len(args) != num_args or set(given) != set(keys):
+            raise StageError(
+                f"the model was traced with {_call(num_args, keys)}, and called with "
+                f"{_call(len(args), given)}. Call it with arguments like those that it was traced "
+                "with, on the rank of its first stage."
+            )
         try:
             leaves = structure.flatten_up_to((args, ordered))
-        except ValueError:
-            leaves = None
-        if leaves is None or unknown:
-            found = pytree.tree_structure((args, ordered))
-            extra = f" and {', '.join(unknown)}" if unknown else ""
+        except ValueError as exc:
             raise StageError(
-                f"the model was traced with {structure}, and called with {found}{extra}. "
-                "Call it with arguments like those that it was traced with."
-            )
+                f"the arguments of the model are not built like those that it was traced with: "
+                f"{exc}. Expected {structure}."
+            ) from exc
         for name, expected, leaf in zip(names, forms, leaves, strict=True):
             _check_input(name, expected, leaf)
         return leaves
 
     return take_inputs
+
+
+def _call(num_args: int, keys: Iterable[str]) -> str:
+    """How something was called, in words."""
+    return ", ".join([f"{num_args} positional arguments", *(f"{key}=" for key in keys)])
 
 
 def _check_input(name: str, expected: Any, leaf: Any) -> None:
@@ -150,8 +156,9 @@ def _untraceable(model: nn.Module, exc: Exception) -> TraceError:
         f"{reason[0] if reason else 'no reason given'}{where}\n"
         "A model can be traced if its forward does the same whatever the values of its tensors "
         "are, and returns tensors in tuples, lists, dicts or dataclasses that torch knows (not a "
-        "cache: use_cache=False in transformers). Change that, or cut the model between its "
-        "modules with penstock.split()."
+        "cache: use_cache=False in transformers). Change that (torch.where and torch.cond choose "
+        "by value), or cut the model between its modules with penstock.split(); docs/cutting.md "
+        "tells how, also for a model that is no chain of modules."
     )
 
 
