@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -124,18 +125,13 @@ class PipelineStage:
         arguments = as_arguments(outputs)
         if not self.skips_out:
             return [arguments]
-        counts = list(self.skips_out.values())
-        if len(arguments) < sum(counts):
+        num_skipping = sum(self.skips_out.values())
+        if len(arguments) < num_skipping:
             raise PipeliningShapeError(
                 f"stage {self.stage_index}, microbatch {mb}: {len(arguments)} outputs, but "
-                f"skips_out has {sum(counts)}. Let the module return a tuple with those last."
+                f"skips_out has {num_skipping}. Let the module return a tuple with those last."
             )
-        shares = []
-        for count in reversed(counts):
-            split = len(arguments) - count
-            arguments, share = arguments[:split], arguments[split:]
-            shares.append(share)
-        return [arguments, *reversed(shares)]
+        return shares_of(arguments, self.skips_out)
 
     def check_inputs(self, mb: MicrobatchId, args: tuple[Any, ...]) -> None:
         """Raises if the arguments are not like the `input_args` that were given."""
@@ -245,6 +241,15 @@ def build_stage(
 def as_arguments(outputs: Any) -> tuple[Any, ...]:
     """What the next stage is called with: a tuple or list is spread over its arguments."""
     return tuple(outputs) if type(outputs) in (tuple, list) else (outputs,)
+
+
+def shares_of(
+    arguments: tuple[Any, ...], skips_out: Mapping[StageId, int]
+) -> list[tuple[Any, ...]]:
+    """What goes to the next stage, and the last arguments, as many as each skip takes."""
+    rest = iter(arguments)
+    counts = [len(arguments) - sum(skips_out.values()), *skips_out.values()]
+    return [tuple(islice(rest, count)) for count in counts]
 
 
 def as_outputs(arguments: tuple[Any, ...], like: Any) -> Any:

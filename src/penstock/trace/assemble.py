@@ -84,14 +84,12 @@ def _add_inputs(
     for number, node in enumerate(values):
         if not node.users:
             continue
-        copy = graph.create_node(
-            "call_function", operator.getitem, (inputs, number), name=node.name
-        )
-        copy.meta = dict(node.meta)
+        own = graph.create_node("call_function", operator.getitem, (inputs, number), name=node.name)
+        own.meta = dict(node.meta)
         if node in flow.written[stage]:
             # An input of a stage is a leaf, which autograd does not allow to change in place.
-            copy = graph.call_function(torch.ops.aten.clone.default, (copy,))
-        copies[node] = copy
+            own = graph.call_function(torch.ops.aten.clone.default, (own,))
+        copies[node] = own
 
 
 def _install_all(trace: Trace, modules: list[fx.GraphModule]) -> list[dict[str, str]]:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import CostError
 from penstock.ir import StageId
-from penstock.stage import as_arguments, needs_grad
+from penstock.stage import as_arguments, needs_grad, stand_in_for
 from penstock.trace.assemble import assemble
 from penstock.trace.chain import Chain
 from penstock.trace.layers import Layer, find_layers, mark_layers
@@ -62,6 +62,7 @@ def count_layers(
     if layers is not None:
         return count_chain(Chain.of(model, layers), mb_args, mb_kwargs or {})
     graph_module = trace(model, mb_args, mb_kwargs or {}, {}).graph_module
+    remove_marks(graph_module)
     return count_graph(graph_module, find_layers(graph_module))
 
 
@@ -108,7 +109,8 @@ def count_graph(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> list[L
         interpreter.run(*(_fake(node) for node in graph_module.graph.find_nodes(op="placeholder")))
     costs, seen = [], set[Tensor]()
     for layer in layers:
-        found = [interpreter.counts[node] for node in layer.nodes if node in interpreter.counts]
+        counts = [interpreter.counts[node] for node in layer.nodes]
+        operations, kept = map(sum, zip(*counts, strict=True))
         used = {
             value
             for node in layer.nodes
@@ -117,11 +119,7 @@ def count_graph(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> list[L
         }
         parameter_bytes = sum(parameter.nbytes for parameter in used - seen)
         seen |= used
-        costs.append(
-            _counted(
-                layer.name, sum(f for f, _ in found), sum(b for _, b in found), parameter_bytes
-            )
-        )
+        costs.append(_counted(layer.name, operations, kept, parameter_bytes))
     return costs
 
 
@@ -222,7 +220,7 @@ def _measure(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int
 ) -> tuple[LayerCost, Any]:
     """The cost of a module, and its outputs as arguments for the next."""
-    inputs = pytree.tree_map_only(Tensor, _leaf, args)
+    inputs = pytree.tree_map_only(Tensor, stand_in_for, args)  # As a stage receives them.
     parameters = [p for p in module.parameters() if p.requires_grad]
     times, kept = [], 0
     for number in range(repeats + 1):
@@ -243,11 +241,6 @@ def _measure(
         kept = saved.num_bytes
     parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
     return LayerCost(name, statistics.median(times), parameter_bytes, kept), outputs
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """As a stage receives it: a leaf."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _now() -> float:

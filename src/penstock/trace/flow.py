@@ -9,7 +9,7 @@ makes it again.
 """
 
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -55,7 +55,7 @@ def find_flow(graph_module: fx.GraphModule) -> Flow:
     check_marks(graph_module)
     graph = graph_module.graph
     aliases = Aliases(graph_module)
-    constants = frozenset(_constants(graph_module, aliases))
+    constants = find_constants(graph_module, aliases)
     stage_of = _stages(graph, constants)
     num_stages = 1 + sum(node.target is MARK for node in graph.nodes)
     values = [node for node in graph.nodes if node in stage_of and node.op != "output"]
@@ -81,19 +81,13 @@ def find_flow(graph_module: fx.GraphModule) -> Flow:
     return replace(flow, written=written)
 
 
-def find_constants(graph_module: fx.GraphModule) -> frozenset[Node]:
-    """The nodes of a graph that every stage makes again that uses them."""
-    return frozenset(_constants(graph_module, Aliases(graph_module)))
-
-
-def find_bound(graph_module: fx.GraphModule) -> list[set[Node]]:
+def find_bound(graph_module: fx.GraphModule, aliases: Aliases) -> list[set[Node]]:
     """Nodes that one stage must have together: all that use a buffer which the forward changes."""
-    aliases = Aliases(graph_module)
     attributes = graph_module.graph.find_nodes(op="get_attr")
     return [_all_users(node, aliases) for node in attributes if node in aliases.changed_roots]
 
 
-def _constants(graph_module: fx.GraphModule, aliases: Aliases) -> Iterator[Node]:
+def find_constants(graph_module: fx.GraphModule, aliases: Aliases) -> frozenset[Node]:
     """Nodes that need no input and no parameter, and whose values are always the same."""
     found: set[Node] = set()
     for node in graph_module.graph.nodes:
@@ -107,7 +101,7 @@ def _constants(graph_module: fx.GraphModule, aliases: Aliases) -> Iterator[Node]
             is_constant = is_pure and found.issuperset(node.all_input_nodes)
         if is_constant:
             found.add(node)
-            yield node
+    return frozenset(found)
 
 
 def _is_pure(node: Node, graph_module: fx.GraphModule) -> bool:

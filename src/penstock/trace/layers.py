@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx import Node
 
+from penstock.trace.aliases import Aliases
 from penstock.trace.flow import find_bound, find_constants
 from penstock.trace.marks import MARK
 
@@ -24,13 +25,14 @@ class Layer:
 
 def find_layers(graph_module: fx.GraphModule, at_least: int = 1) -> list[Layer]:
     """The layers in order; entries of lists are taken apart if there are too few otherwise."""
-    constants = find_constants(graph_module)
+    aliases = Aliases(graph_module)
+    constants = find_constants(graph_module, aliases)
     operations = [
         node
         for node in graph_module.graph.nodes
         if node.op not in ("placeholder", "get_attr", "output") and node not in constants
     ]
-    bound = find_bound(graph_module)
+    bound = find_bound(graph_module, aliases)
     layers = _join(_group(operations, _outermost_entry), bound)
     return layers if len(layers) >= at_least else _join(_group(operations, _innermost), bound)
 

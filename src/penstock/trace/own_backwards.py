@@ -43,18 +43,17 @@ def _refusing(model: nn.Module) -> Iterator[None]:
     tracer = threading.get_ident()  # What other threads do meanwhile is none of our business.
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != tracer:
-            return original.__get__(None, cls)(*args, **kwargs)
-        if cls is CheckpointFunction:
-            raise _refusal(kind, "it uses checkpointing with use_reentrant=True")
-        if not cls.__module__.startswith("torch."):
-            raise _refusal(kind, f"it calls the autograd Function {cls.__name__}")
+        if threading.get_ident() == tracer:
+            if cls is CheckpointFunction:
+                raise _refusal(kind, "it uses checkpointing with use_reentrant=True")
+            if not cls.__module__.startswith("torch."):
+                raise _refusal(kind, f"it calls the autograd Function {cls.__name__}")
         return original.__get__(None, cls)(*args, **kwargs)
 
     def refuse_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        if threading.get_ident() != tracer:
-            return register_hook(tensor, hook)  # type: ignore[no-untyped-call]  # torch has no types
-        raise _refusal(kind, "its forward registers a hook on a tensor")
+        if threading.get_ident() == tracer:
+            raise _refusal(kind, "its forward registers a hook on a tensor")
+        return register_hook(tensor, hook)  # type: ignore[no-untyped-call]  # torch has no types
 
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # put back below
     torch.Tensor.register_hook = refuse_hook  # type: ignore[method-assign]  # put back below

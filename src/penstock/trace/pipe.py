@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import StageError
 from penstock.ir import StageId
-from penstock.stage import Group, PipelineStage, as_arguments
+from penstock.stage import Group, PipelineStage, as_arguments, shares_of
 from penstock.trace.names import install
 
 
@@ -88,12 +88,10 @@ class Pipe:
         outputs: Any = None
         for stage, module in enumerate(self._modules):
             outputs = run(stage, module, arguments.pop(stage, ()))
-            rest = as_arguments(outputs)
-            for target, count in reversed(self._skips_out(stage).items()):
-                split = len(rest) - count
-                arguments[target] = arguments.get(target, ()) + rest[split:]
-                rest = rest[:split]
-            arguments[stage + 1] = arguments.get(stage + 1, ()) + rest
+            skips_out = self._skips_out(stage)
+            shares = shares_of(as_arguments(outputs), skips_out)
+            for target, share in zip((stage + 1, *skips_out), shares, strict=True):
+                arguments[target] = arguments.get(target, ()) + share
         return outputs
 
     def _skips_out(self, stage: StageId) -> dict[StageId, int]:

@@ -90,7 +90,6 @@ def _make_take_inputs(
     keys, num_args = list(kwargs), len(args)
 
     def take_inputs(args: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
-        ordered = {key: given[key] for key in keys if key in given}
         if len(args) != num_args or set(given) != set(keys):
             raise StageError(
                 f"the model was traced with {_call(num_args, keys)}, and called with "
@@ -98,7 +97,7 @@ def _make_take_inputs(
                 "with, on the rank of its first stage."
             )
         try:
-            leaves = structure.flatten_up_to((args, ordered))
+            leaves = structure.flatten_up_to((args, {key: given[key] for key in keys}))
         except ValueError as exc:
             raise StageError(
                 f"the arguments of the model are not built like those that it was traced with: "
