@@ -1,7 +1,9 @@
 """How much activation memory a rank holds along its order; time plays no part in it."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from math import isnan
+from numbers import Real
 from typing import NamedTuple
 
 from penstock.errors import CostError
@@ -40,6 +42,21 @@ def check_stages(schedule: Schedule, footprint: Footprint) -> None:
             f"The costs are of {num_stages} stages, but the schedule has {schedule.num_stages}. "
             "Give costs for each stage."
         )
+
+
+def cap_of_each_rank(
+    name: str, memory: float | Iterable[float], num_ranks: int
+) -> tuple[float, ...]:
+    """What each rank may hold, given one number for all or one for each; `name` is for errors."""
+    caps = tuple(memory) if isinstance(memory, Iterable) else (memory,) * num_ranks
+    if len(caps) != num_ranks:
+        raise CostError(
+            f"{name} has {len(caps)} values, but there are {num_ranks} ranks. "
+            "Give one for each rank, or one for all."
+        )
+    if any(not isinstance(cap, Real) or isnan(cap) for cap in caps):
+        raise CostError(f"{name} is {memory}. Expected numbers, in the costs' unit.")
+    return caps
 
 
 def held_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterator[Held]:

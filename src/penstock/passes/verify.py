@@ -1,10 +1,7 @@
 """Proves that a schedule can be run, before anything is: complete, in order, free of deadlock."""
 
 from collections.abc import Iterable
-from math import isnan
-from numbers import Real
 
-from penstock.errors import CostError
 from penstock.ir import (
     Backward,
     BackwardInput,
@@ -17,7 +14,7 @@ from penstock.ir.action import COMM_TYPES, Comm, SingleCompute, parts
 from penstock.ir.excerpt import error_at
 from penstock.ir.footprint import Footprint
 from penstock.ir.walk import walk
-from penstock.passes.memory import check_stages, held_along, whole_shares
+from penstock.passes.memory import cap_of_each_rank, check_stages, held_along, whole_shares
 from penstock.passes.verify_comms import check_comms
 
 _SLACK = 1 + 1e-9  # Sums of the same numbers in another order may differ by rounding.
@@ -167,15 +164,7 @@ def _check_memory(
 ) -> None:
     if costs is None:
         costs = whole_shares(schedule)
-    each = memory_cap if isinstance(memory_cap, Iterable) else [memory_cap] * schedule.num_ranks
-    caps = tuple(each)
-    if len(caps) != schedule.num_ranks:
-        raise CostError(
-            f"memory_cap has {len(caps)} values, but there are {schedule.num_ranks} ranks. "
-            "Give one for each rank, or one for all."
-        )
-    if any(not isinstance(cap, Real) or isnan(cap) for cap in caps):
-        raise CostError(f"memory_cap is {memory_cap}. Expected numbers, in the costs' unit.")
+    caps = cap_of_each_rank("memory_cap", memory_cap, schedule.num_ranks)
     for rank, cap in enumerate(caps):
         for position, held in enumerate(held_along(schedule, rank, costs)):
             if held.during > cap * _SLACK:

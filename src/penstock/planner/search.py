@@ -1,0 +1,284 @@
+"""Finds the schedule for given costs and memory."""
+
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, inf
+
+from penstock.errors import ScheduleError
+from penstock.ir import Placement, Schedule
+from penstock.planner.anneal import anneal
+from penstock.planner.bounds import lower_bound
+from penstock.planner.dispatch import Policy, dispatch
+from penstock.planner.evaluate import evaluate, peak_memory
+from penstock.planner.policies import grid, vary
+from penstock.planner.problem import FULL, INPUT, WEIGHT, Order, Problem, codes, nothing_fits
+from penstock.planner.registered import describe, registered
+from penstock.planner.result import SearchResult, Tried
+from penstock.schedules.base import Clock
+from penstock.sim import CostTable, Report, simulate
+
+_NUM_STARTS = 2  # From how many of the best orders moves begin,
+_HEATS, _LAST_HEATS = (0.1, 0.3, 0.8), (0.3, 0.1)  # and how warm it is, in times of a mean action.
+# How much is tried with an effort of 1: policies near the best one, by how many actions there are,
+_POLICIES, _FEWEST_POLICIES, _MOST_POLICIES = 2e5, 50, 400
+_MOVES, _FEWEST_MOVES, _MOST_MOVES = 1e7, 50, 20_000  # and moves of each walk.
+
+
+def search(
+    costs: CostTable,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    memory: float | Iterable[float] | None = None,
+    placements: Iterable[Placement] | None = None,
+    clock: Clock = "makespan",
+    seconds: float = 60.0,
+    effort: float = 1.0,
+) -> SearchResult:
+    """The best schedule that can be found for `costs`, and its distance to a proven bound.
+
+    `memory` is what a rank may hold, in the unit of `costs`: one number, or one for each rank.
+    `placements` are those to choose from. If they are not given, the number of stages decides: one
+    stage per rank is linear, with more both a loop and a V are tried. `clock` says which time
+    counts.
+
+    No registered schedule with one of these placements that fits in `memory` is faster. The same
+    question gets the same answer, unless it takes more than `seconds`: then the best so far counts.
+    More `effort` tries more.
+
+    >>> costs = CostTable(
+    ...     forward=[2, 2, 2, 3], backward_input=[2, 2, 2, 3], backward_weight=[1, 1, 1, 2]
+    ... )
+    >>> search(costs, num_ranks=4, num_microbatches=8, memory=4)
+    SearchResult(makespan=70, lower_bound=70, gap=0.00%, peak_memory=4)
+    """
+    _check_positive("seconds", seconds)
+    _check_positive("effort", effort)
+    if placements is None:
+        placements = _placements(costs, num_ranks)
+    problems = [
+        Problem.of(costs, placement, num_microbatches, memory=memory, clock=clock)
+        for placement in _check_placements(placements, num_ranks)
+    ]
+    feasible = [problem for problem in problems if problem.find_shortage() is None]
+    if not feasible:
+        raise nothing_fits(problems)
+    return _Search(feasible, seconds=seconds, effort=effort).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Orders that fit, and what they take."""
+
+    problem: Problem
+    orders: list[Order]
+    time: float
+    cost: float
+    """See `Timing`."""
+
+    @classmethod
+    def of(cls, problem: Problem, orders: list[Order]) -> "_Candidate":
+        timing = evaluate(problem, orders)
+        return cls(problem, orders, timing.time, timing.cost)
+
+
+class _Search:
+    """One search: what it has found so far, and when it must stop."""
+
+    def __init__(self, problems: Sequence[Problem], *, seconds: float, effort: float) -> None:
+        self._problems = problems
+        self._effort = effort
+        self._start = time.monotonic()
+        self._deadline = self._start + seconds
+        self._bounds = {problem.placement: lower_bound(problem) for problem in problems}
+        self._tried: list[Tried] = []
+        self._registered: list[tuple[Schedule, Report]] = []
+        self._best: list[_Candidate] = []
+        self._is_complete = True
+
+    def run(self) -> SearchResult:
+        """[1] Registered schedules [2] policies [3] others, near to the best of them [4] moves."""
+        for problem in self._problems:
+            self._try_registered(problem)
+        for problem in self._problems:
+            policy = self._try_policies(problem)  # [2]
+            if policy is not None:
+                self._try_nearby(problem, policy)  # [3]
+        self._try_moves()
+        return self._result()
+
+    def _try_registered(self, problem: Problem) -> None:
+        for name, schedule in registered(problem.placement, problem.num_microbatches):
+            report = simulate(schedule, problem.costs)
+            fits = problem.find_excess(report) is None
+            where = describe(problem.placement)
+            took = problem.time_of(report)
+            self._tried.append(Tried(name, where, took, report.peak_memory, fits, 1))
+            if fits:
+                self._registered.append((schedule, report))
+                self._best.append(
+                    _Candidate.of(problem, _split_where_quicker(problem, codes(schedule)))
+                )
+
+    def _try_policies(self, problem: Problem) -> Policy | None:
+        """The best policy of the grid; the orders that it makes are kept."""
+        best: tuple[_Candidate, Policy] | None = None
+        count = 0
+        for policy in grid(problem):
+            if self._is_over(problem):
+                break
+            count += 1
+            candidate = _Candidate.of(problem, dispatch(problem, policy))
+            if best is None or candidate.cost < best[0].cost:
+                best = candidate, policy
+        if best is None:
+            return None
+        self._best.append(best[0])
+        self._note("policies", best[0], count)
+        return best[1]
+
+    def _try_nearby(self, problem: Problem, policy: Policy) -> None:
+        """Goes from policy to policy, at first also to worse ones."""
+        generator = random.Random(0)
+        current = best = _Candidate.of(problem, dispatch(problem, policy))
+        num_actions = sum(map(len, current.orders))
+        limit = round(self._effort * _POLICIES / num_actions)
+        limit = min(max(limit, _FEWEST_POLICIES), _MOST_POLICIES)
+        warmth = _mean_duration(problem) * _HEATS[0]
+        for number in range(limit):
+            if self._is_over(problem):
+                break
+            changed = vary(generator, problem, policy)
+            if changed == policy:
+                continue
+            candidate = _Candidate.of(problem, dispatch(problem, changed))
+            worse = candidate.cost - current.cost
+            heat = warmth * (1 - number / limit)
+            if worse <= 0 or generator.random() < exp(-worse / heat):
+                policy, current = changed, candidate
+            if candidate.time < best.time:
+                best = candidate
+        self._best.append(best)
+        self._note("policies by rank", best, limit)
+
+    def _try_moves(self) -> None:
+        """Walks from the best few, and at last from the best of all."""
+        starts = sorted(self._best, key=lambda candidate: candidate.cost)[:_NUM_STARTS]
+        walks: list[tuple[_Candidate | None, float]] = [
+            *((start, heat) for start in starts for heat in _HEATS),
+            *((None, heat) for heat in _LAST_HEATS),
+        ]
+        count = 0
+        for seed, (chosen, heat) in enumerate(walks):
+            start = chosen or min(self._best, key=lambda candidate: candidate.time)
+            problem = start.problem
+            if self._is_over(problem):
+                break
+            num_moves = self._num_moves(sum(map(len, start.orders)))
+            orders = anneal(
+                problem,
+                start.orders,
+                num_moves=num_moves,
+                heat=heat * _mean_duration(problem),
+                seed=seed,
+                goal=self._bounds[problem.placement] * (1 + 1e-9),
+                deadline=self._deadline,
+            )
+            self._best.append(_Candidate.of(problem, orders))
+            count += num_moves
+        if count:
+            self._note("moves", min(self._best, key=lambda candidate: candidate.time), count)
+
+    def _num_moves(self, num_actions: int) -> int:
+        """How long a walk is: the fewer actions, the longer, for the best is then within reach."""
+        wanted = self._effort * _MOVES / num_actions**1.5
+        return int(min(max(wanted, _FEWEST_MOVES), _MOST_MOVES))
+
+    def _note(self, name: str, candidate: _Candidate, count: int) -> None:
+        problem = candidate.problem
+        peak = max(peak_memory(problem, order) for order in candidate.orders)
+        where = describe(problem.placement)
+        self._tried.append(Tried(name, where, candidate.time, peak, True, count))
+
+    def _is_over(self, problem: Problem) -> bool:
+        """Whether time is up, or what was found for this placement cannot be improved."""
+        if time.monotonic() > self._deadline:
+            self._is_complete = False
+            return True
+        best = min((c.time for c in self._best if c.problem is problem), default=inf)
+        return best <= self._bounds[problem.placement] * (1 + 1e-9)
+
+    def _result(self) -> SearchResult:
+        """The best by the simulator, which knows of messages that wait for each other."""
+        problem = self._problems[0]  # Its clock is that of all.
+        finalists = list(self._registered)
+        for candidate in sorted(self._best, key=lambda c: c.time)[:_NUM_STARTS]:
+            schedule = candidate.problem.schedule(candidate.orders)
+            finalists.append((schedule, simulate(schedule, candidate.problem.costs)))
+        schedule, report = min(finalists, key=lambda pair: problem.time_of(pair[1]))
+        return SearchResult(
+            schedule=schedule,
+            report=report,
+            clock=problem.clock,
+            lower_bound=min(self._bounds.values()),
+            tried=tuple(self._tried),
+            seconds=time.monotonic() - self._start,
+            is_complete=self._is_complete,
+        )
+
+
+def _mean_duration(problem: Problem) -> float:
+    return sum(problem.durations) / len(problem.durations)
+
+
+def _split_where_quicker(problem: Problem, orders: list[Order]) -> list[Order]:
+    """Full backwards cut in two on the stages where the halves take no longer."""
+
+    def rewrite(order: Order) -> Iterator[int]:
+        for code in order:
+            if code & 3 == FULL and not problem.fuses(code >> 2):
+                yield code - FULL + INPUT
+                yield code - FULL + WEIGHT
+            else:
+                yield code
+
+    return [list(rewrite(order)) for order in orders]
+
+
+def _placements(costs: CostTable, num_ranks: int) -> list[Placement]:
+    """All that the number of stages allows: one for a linear pipeline, two for longer ones."""
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ScheduleError(f"num_ranks is {num_ranks!r}. Expected a whole number, at least 1.")
+    count, rest = divmod(costs.num_stages, num_ranks)
+    if rest or not count:
+        raise ScheduleError(
+            f"The costs are of {costs.num_stages} stages, which cannot be shared out evenly among "
+            f"{num_ranks} ranks. Give as many stages as ranks or a multiple, or placements."
+        )
+    if count == 1:
+        return [Placement.linear(num_ranks)]
+    found = [
+        Placement.loop(num_ranks, stages_per_rank=count),
+        Placement.v(num_ranks, stages_per_rank=count),
+    ]
+    return found if num_ranks > 1 else found[:1]
+
+
+def _check_placements(placements: Iterable[Placement], num_ranks: int) -> list[Placement]:
+    chosen = list(placements)
+    if not chosen:
+        raise ScheduleError("placements is empty. Give at least one, or leave it out.")
+    for placement in chosen:
+        if not isinstance(placement, Placement) or placement.num_ranks != num_ranks:
+            raise ScheduleError(
+                f"placements holds {placement!r}. Expected a Placement on {num_ranks} ranks, such "
+                f"as Placement.linear({num_ranks})."
+            )
+    return chosen
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or not value > 0:
+        raise ScheduleError(f"{name} is {value!r}. Expected a number above 0.")
