@@ -26,6 +26,7 @@ WITH_TORCH = (
     "compat",
     "trace",
     "profile",
+    "plans",
     "cli",
 )
 LAYERS = WITHOUT_TORCH + WITH_TORCH

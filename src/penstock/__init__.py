@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock import ir as ir
     from penstock import partition as partition
     from penstock import passes as passes
+    from penstock import planner as planner
     from penstock import schedules as schedules
     from penstock import sim as sim
     from penstock.backward import ForwardPass as ForwardPass
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from penstock.compat import PipelineScheduleMulti as PipelineScheduleMulti
     from penstock.compat import PipelineScheduleSingle as PipelineScheduleSingle
     from penstock.compat import Schedule1F1B as Schedule1F1B
+    from penstock.compat import ScheduleAuto as ScheduleAuto
     from penstock.compat import ScheduleDualPipeV as ScheduleDualPipeV
     from penstock.compat import ScheduleGPipe as ScheduleGPipe
     from penstock.compat import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
@@ -56,6 +58,12 @@ if TYPE_CHECKING:
     from penstock.microbatch import TensorChunkSpec as TensorChunkSpec
     from penstock.microbatch import merge_chunks as merge_chunks
     from penstock.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from penstock.planner import SearchResult as SearchResult
+    from penstock.planner import search as search
+    from penstock.plans import Plan as Plan
+    from penstock.plans import PlanRow as PlanRow
+    from penstock.plans import plan as plan
+    from penstock.profile import measure_costs as measure_costs
     from penstock.runtime import Pipeline as Pipeline
     from penstock.sim import CostTable as CostTable
     from penstock.sim import simulate as simulate
@@ -88,9 +96,12 @@ _LAZY_NAMES = {
     "PipelineScheduleSingle": "penstock.compat",
     "PipelineStage": "penstock.stage",
     "Placement": "penstock.ir",
+    "Plan": "penstock.plans",
+    "PlanRow": "penstock.plans",
     "Replicate": "penstock.microbatch",
     "Schedule": "penstock.ir",
     "Schedule1F1B": "penstock.compat",
+    "ScheduleAuto": "penstock.compat",
     "ScheduleDualPipeV": "penstock.compat",
     "ScheduleGPipe": "penstock.compat",
     "ScheduleInterleaved1F1B": "penstock.compat",
@@ -101,6 +112,7 @@ _LAZY_NAMES = {
     "ScheduleZBH1": "penstock.compat",
     "ScheduleZBH2": "penstock.compat",
     "ScheduleZBVZeroBubble": "penstock.compat",
+    "SearchResult": "penstock.planner",
     "SplitEngine": "penstock.backward",
     "SplitPoint": "penstock.trace",
     "TensorChunkSpec": "penstock.microbatch",
@@ -109,13 +121,17 @@ _LAZY_NAMES = {
     "get_schedule_class": "penstock.compat",
     "ir": "penstock",
     "local_ranks": "penstock.comm",
+    "measure_costs": "penstock.profile",
     "measure_layers": "penstock.trace",
     "merge_chunks": "penstock.microbatch",
     "partition": "penstock",
     "passes": "penstock",
+    "plan": "penstock.plans",
+    "planner": "penstock",
     "pipe_split": "penstock.trace",
     "pipeline": "penstock.trace",
     "schedules": "penstock",
+    "search": "penstock.planner",
     "sim": "penstock",
     "simulate": "penstock.sim",
     "split": "penstock.trace",

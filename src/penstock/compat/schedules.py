@@ -3,11 +3,12 @@
 Each binds a generator to stages; all that runs is `Pipeline`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from penstock.errors import ScheduleError, StageError
 from penstock.runtime import Pipeline
+from penstock.runtime.auto import DEFAULT_SEARCH_S
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.step import LossFn
 from penstock.schedules import get
@@ -196,6 +197,44 @@ class ScheduleDualPipeV(PipelineScheduleMulti):
     schedule_name = "DualPipeV"
 
 
+class ScheduleAuto(Pipeline):
+    """The schedule that is found for the stages while they train, however they are placed."""
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        memory: float | Iterable[float] | None = None,
+        replan_when: float | None = None,
+        measure_steps: int = 1,
+        search_seconds: float = DEFAULT_SEARCH_S,
+        on_grads_ready: Callable[[PipelineStage], None] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__(
+            stages,
+            "auto",
+            n_microbatches=n_microbatches,
+            loss_fn=loss_fn,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            on_grads_ready=on_grads_ready,
+            timeout=timeout,
+            memory=memory,
+            replan_when=replan_when,
+            measure_steps=measure_steps,
+            search_seconds=search_seconds,
+        )
+
+
 _CLASSES: tuple[type[PipelineScheduleSingle | PipelineScheduleMulti], ...] = (
     ScheduleGPipe,
     Schedule1F1B,
@@ -214,14 +253,17 @@ _BASES = (PipelineScheduleSingle, PipelineScheduleMulti)
 
 def get_schedule_class(
     schedule_name: str,
-) -> type[PipelineScheduleSingle | PipelineScheduleMulti]:
+) -> type[PipelineScheduleSingle | PipelineScheduleMulti | ScheduleAuto]:
     """The class of a schedule, by any of its names; case and hyphens do not matter.
 
     >>> get_schedule_class("zbvzerobubble").__name__
     'ScheduleZBVZeroBubble'
     """
+    wanted = str(schedule_name).lower()
+    if wanted in ("auto", "scheduleauto"):
+        return ScheduleAuto
     for base in _BASES:
-        if str(schedule_name).lower() == base.__name__.lower():
+        if wanted == base.__name__.lower():
             return base
     by_name = {found.schedule_name: found for found in _CLASSES}
     name = get(schedule_name).name

@@ -1,8 +1,8 @@
 """Makes orders by letting ranks choose what to do next, as time goes by.
 
-A rank that is free runs what is urgent and ready: an input backward, or a forward if it may. If
-there is neither, it runs a weight backward or waits for what is about to come. The rules by which
-it chooses are a `Policy`; which of them is best depends on the costs, so many are tried.
+A rank that is free runs the first thing on its list that is ready: say an input backward, otherwise
+a forward if it may, otherwise a weight backward, unless something better is about to come. The
+rules by which it chooses are a `Policy`; which is best depends on the costs, so many are tried.
 
 Memory never gets stuck: a forward is only run if afterwards every rank could still finish its
 microbatches one after the other, from the oldest on.
@@ -13,28 +13,24 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 
-from penstock.planner.problem import FORWARD, FULL, INPUT, ROUNDING, WEIGHT, Order, Problem
+from penstock.planner.problem import FORWARD, FULL, ROUNDING, WEIGHT, Code, Order, Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """By which rules ranks choose."""
 
+    preference: tuple[tuple[Code, ...], ...]
+    """By rank: what it looks for, the most urgent first. With FULL in it, backwards are full."""
     ahead: tuple[int, ...]
     """By stage: how many microbatches may be between their forward and their input backward."""
     patience: tuple[float, ...]
-    """By rank: the share of a weight backward by which it may delay something urgent on its way.
+    """By rank: the share of a weight backward by which it may delay what is more urgent.
 
     With 0, a rank would rather wait than be late; with 1, it never waits.
     """
-    forward_first: tuple[bool, ...]
-    """By rank: whether a forward goes before an input backward if both are ready."""
-    early_stage_first: bool = False
-    """Whether, of two stages that are ready, the one nearer to the data goes first."""
     keeps_room: bool = False
     """Whether a forward leaves room for the same microbatch on all later stages of its rank."""
-    is_fused: bool = False
-    """Whether backwards are full ones."""
 
 
 def dispatch(problem: Problem, policy: Policy) -> list[Order]:
@@ -63,10 +59,6 @@ class _Dispatch:
         self.kept_so_far = [
             list(accumulate(kept[stage] for stage in stages)) for stages in problem.stages_of
         ]
-        self.choices = [
-            stages if policy.early_stage_first else stages[::-1] for stages in problem.stages_of
-        ]
-        self.backward = FULL if policy.is_fused else INPUT
 
     def run(self) -> list[Order]:
         """Goes from one moment at which a rank is free to the next."""
@@ -92,48 +84,32 @@ class _Dispatch:
 
     def _choose(self, now: float, rank: int) -> tuple[int | None, float]:
         """What `rank` runs now, or nothing; and when the next message comes that it knows of."""
-        policy = self.policy
-        backward, backward_arrival = self._next_backward(now, rank)
-        if backward is not None and not policy.forward_first[rank]:
-            return backward, now
-        forward, forward_arrival = self._next_forward(now, rank)
-        urgent = backward if forward is None else forward
-        if urgent is not None:
-            return urgent, now
-        next_arrival = min(backward_arrival, forward_arrival)
-        for stage in self.problem.stages_of[rank]:
-            if self.weights[stage] < self.inputs[stage]:
-                weight = 4 * stage + WEIGHT
-                duration = self.problem.durations[weight]
-                if now + duration - next_arrival <= policy.patience[rank] * duration:
-                    return weight, now
-                break
-        return None, next_arrival
-
-    def _next_backward(self, now: float, rank: int) -> tuple[int | None, float]:
         next_arrival = inf
-        for stage in self.choices[rank]:
-            index, arrivals = self.inputs[stage], self.gradients[stage]
-            if index < len(arrivals):
-                arrival = arrivals[index]
-                if arrival <= now:
-                    return 4 * stage + self.backward, now
-                next_arrival = min(next_arrival, arrival)
-        return None, next_arrival
-
-    def _next_forward(self, now: float, rank: int) -> tuple[int | None, float]:
-        next_arrival = inf
-        for stage in self.choices[rank]:
-            index, arrivals = self.forwards[stage], self.activations[stage]
-            if (
-                index < len(arrivals)
-                and index - self.inputs[stage] < self.policy.ahead[stage]
-                and self._has_room(rank, stage)
-            ):
-                arrival = arrivals[index]
-                if arrival <= now:
-                    return 4 * stage + FORWARD, now
-                next_arrival = min(next_arrival, arrival)
+        for code in self.policy.preference[rank]:
+            stage, kind = code >> 2, code & 3
+            if kind == WEIGHT:
+                if self.weights[stage] < self.inputs[stage]:
+                    duration = self.problem.durations[code]
+                    if now + duration - next_arrival <= self.policy.patience[rank] * duration:
+                        return code, now
+                continue
+            if kind == FORWARD:
+                index, arrivals = self.forwards[stage], self.activations[stage]
+                if (
+                    index >= len(arrivals)
+                    or index - self.inputs[stage] >= self.policy.ahead[stage]
+                    or not self._has_room(rank, stage)
+                ):
+                    continue
+            else:
+                index, arrivals = self.inputs[stage], self.gradients[stage]
+                if index >= len(arrivals):
+                    continue
+            arrival = arrivals[index]
+            if arrival <= now:
+                return code, now
+            if arrival < next_arrival:
+                next_arrival = arrival
         return None, next_arrival
 
     def _has_room(self, rank: int, stage: int) -> bool:

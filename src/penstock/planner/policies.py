@@ -1,47 +1,70 @@
 """Which policies ranks are to try: a grid to begin with, and then what is near to the best."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil, inf
 
 from penstock.planner.dispatch import Policy
-from penstock.planner.problem import FORWARD, INPUT, WEIGHT, Problem
+from penstock.planner.problem import FORWARD, FULL, INPUT, WEIGHT, Code, Problem
 
+# What a rank prefers: backwards, forwards, or full backwards.
+_KINDS = (
+    (INPUT, FORWARD, WEIGHT),
+    (FORWARD, INPUT, WEIGHT),
+    (FULL, FORWARD),
+    (FORWARD, FULL),
+)
 # Microbatches in flight, as a multiple of those that fill the time in which one comes back: 1.5 is
 # 1F1B if F, I and W take the same, 3 is ZB-H2, and the last is all that memory holds.
 _AHEAD = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 1e9)
-_PATIENCE = (1.0, 0.0, 0.3, 0.6)
+_PATIENCE = (1.0, 0.3, 0.6)
 _FINE_PATIENCE = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def grid(problem: Problem) -> Iterator[Policy]:
-    """Policies that do not differ from rank to rank."""
+    """Policies by which all ranks choose alike."""
     num_ranks = problem.num_ranks
     has_choice = problem.num_stages > num_ranks
     can_fuse = any(map(problem.fuses, range(problem.num_stages)))
     for ahead in _depths(problem):
-        for is_fused in (False, True) if can_fuse else (False,):
-            for keeps_room in (False, True) if has_choice else (False,):
-                for forward_first in (False, True):
-                    # Full backwards leave no weight backward that could be in the way.
-                    for patience in _PATIENCE[:1] if is_fused else _PATIENCE:
+        for keeps_room in (False, True) if has_choice and min(problem.caps) < inf else (False,):
+            for kinds in _KINDS if can_fuse else _KINDS[:2]:
+                # Full backwards leave no weight backward that could be in the way.
+                for patience in _PATIENCE if WEIGHT in kinds else _PATIENCE[:1]:
+                    for by_stage in (False, True) if has_choice else (False,):
                         yield Policy(
+                            preference=tuple(
+                                _prefer(stages, kinds, by_stage=by_stage)
+                                for stages in problem.stages_of
+                            ),
                             ahead=ahead,
                             patience=(patience,) * num_ranks,
-                            forward_first=(forward_first,) * num_ranks,
                             keeps_room=keeps_room,
-                            is_fused=is_fused,
                         )
+
+
+def _prefer(stages: Sequence[int], kinds: Sequence[int], *, by_stage: bool) -> tuple[Code, ...]:
+    """What is urgent: one kind on all stages before the next, or all of a stage before the next.
+
+    Of two stages, the one nearer to the loss comes first, except for weights, which can wait.
+    """
+    urgent = [kind for kind in kinds if kind != WEIGHT]
+    last_first = stages[::-1]
+    if by_stage:
+        codes = [4 * stage + kind for stage in last_first for kind in urgent]
+    else:
+        codes = [4 * stage + kind for kind in urgent for stage in last_first]
+    return (*codes, *(4 * stage + WEIGHT for stage in stages if WEIGHT in kinds))
 
 
 def vary(generator: random.Random, problem: Problem, policy: Policy) -> Policy:
     """`policy` with one thing changed, on one rank or several."""
     what = generator.random()
     rank = generator.randrange(problem.num_ranks)
-    if what < 0.6:
+    if what < 0.55:
         return replace(policy, ahead=_vary_ahead(generator, problem, policy.ahead))
-    if what < 0.8:
+    if what < 0.75:
         chosen = generator.choice(_FINE_PATIENCE)
         is_for_all = generator.random() < 0.3
         patience = tuple(
@@ -50,11 +73,15 @@ def vary(generator: random.Random, problem: Problem, policy: Policy) -> Policy:
         )
         return replace(policy, patience=patience)
     if what < 0.97:
-        forward_first = tuple(
-            value != (number == rank) for number, value in enumerate(policy.forward_first)
+        changed = list(policy.preference[rank])
+        first, second = sorted(generator.sample(range(len(changed)), 2))
+        changed.insert(first, changed.pop(second))
+        preference = tuple(
+            tuple(changed) if number == rank else value
+            for number, value in enumerate(policy.preference)
         )
-        return replace(policy, forward_first=forward_first)
-    return replace(policy, early_stage_first=not policy.early_stage_first)
+        return replace(policy, preference=preference)
+    return replace(policy, keeps_room=not policy.keeps_room)
 
 
 def _vary_ahead(

@@ -180,9 +180,14 @@ def nothing_fits(problems: Sequence[Problem]) -> ScheduleError:
     return ScheduleError(
         f"Nothing fits: rank {rank} may hold {problem.caps[rank]:g}, but one microbatch on its "
         f"stages {list(problem.stages_of[rank])} holds {problem.smallest_caps[rank]:g} when its "
-        f"backward begins. The smallest memory that fits is {max(problem.smallest_caps):g} on each "
-        "rank: allow that, use smaller microbatches, or cut the model into more stages."
+        f"backward begins. The smallest memory that fits is {in_full(max(problem.smallest_caps))} "
+        "on each rank: allow that, use smaller microbatches, or cut the model into more stages."
     )
+
+
+def in_full(value: float) -> str:
+    """All digits, so that who takes it at its word has enough."""
+    return str(int(value)) if value == int(value) else repr(value)
 
 
 def _check(costs: CostTable, placement: Placement, num_microbatches: int, clock: Clock) -> None:

@@ -13,17 +13,28 @@ from penstock.planner.bounds import lower_bound
 from penstock.planner.dispatch import Policy, dispatch
 from penstock.planner.evaluate import evaluate, peak_memory
 from penstock.planner.policies import grid, vary
-from penstock.planner.problem import FULL, INPUT, WEIGHT, Order, Problem, codes, nothing_fits
+from penstock.planner.problem import (
+    FULL,
+    INPUT,
+    ROUNDING,
+    WEIGHT,
+    Order,
+    Problem,
+    codes,
+    nothing_fits,
+)
 from penstock.planner.registered import describe, registered
 from penstock.planner.result import SearchResult, Tried
 from penstock.schedules.base import Clock
 from penstock.sim import CostTable, Report, simulate
 
-_NUM_STARTS = 2  # From how many of the best orders moves begin,
-_HEATS, _LAST_HEATS = (0.1, 0.3, 0.8), (0.3, 0.1)  # and how warm it is, in times of a mean action.
-# How much is tried with an effort of 1: policies near the best one, by how many actions there are,
-_POLICIES, _FEWEST_POLICIES, _MOST_POLICIES = 2e5, 50, 400
-_MOVES, _FEWEST_MOVES, _MOST_MOVES = 1e7, 50, 20_000  # and moves of each walk.
+_FAR_BEHIND = 1.05  # A placement that takes so much longer than another is not looked into further.
+_NUM_STARTS = 4  # From how many of the best orders moves begin,
+_HEATS, _LAST_HEATS = (0.2, 0.8, 1.6), (0.3, 0.1)  # and how warm it is, in times of a mean action.
+# How much is tried with an effort of 1, the less the more actions there are:
+_GRID, _FEWEST_IN_GRID = 3e5, 72  # policies that all ranks share,
+_POLICIES, _FEWEST_POLICIES, _MOST_POLICIES = 2e5, 100, 2_000  # policies near the best of them,
+_MOVES, _FEWEST_MOVES, _MOST_MOVES = 1.7e8, 40, 12_000  # and moves of each walk.
 
 
 def search(
@@ -102,10 +113,12 @@ class _Search:
         """[1] Registered schedules [2] policies [3] others, near to the best of them [4] moves."""
         for problem in self._problems:
             self._try_registered(problem)
-        for problem in self._problems:
-            policy = self._try_policies(problem)  # [2]
-            if policy is not None:
-                self._try_nearby(problem, policy)  # [3]
+        policies = [(problem, self._try_policies(problem)) for problem in self._problems]
+        best = min((candidate.time for candidate in self._best), default=inf)
+        for problem, policy in policies:
+            # A placement that is far behind now will not be ahead in the end.
+            if policy is not None and self._best_of(problem) <= best * _FAR_BEHIND:
+                self._try_nearby(problem, policy)
         self._try_moves()
         return self._result()
 
@@ -123,51 +136,56 @@ class _Search:
                 )
 
     def _try_policies(self, problem: Problem) -> Policy | None:
-        """The best policy of the grid; the orders that it makes are kept."""
-        best: tuple[_Candidate, Policy] | None = None
+        """The best policy of the grid; the best orders for each preference are kept."""
+        best: dict[object, tuple[_Candidate, Policy]] = {}
         count = 0
-        for policy in grid(problem):
-            if self._is_over(problem):
+        num_actions = 3 * problem.num_stages * problem.num_microbatches
+        policies = list(grid(problem))
+        most = self._amount(_GRID / num_actions, _FEWEST_IN_GRID, len(policies))
+        for policy in policies[:: -(-len(policies) // most)]:
+            if self._best_of(problem) < inf and self._is_over(problem):
                 break
             count += 1
-            candidate = _Candidate.of(problem, dispatch(problem, policy))
-            if best is None or candidate.cost < best[0].cost:
-                best = candidate, policy
-        if best is None:
+            found = _Candidate.of(problem, dispatch(problem, policy))
+            kind = policy.preference, policy.keeps_room
+            if kind not in best or found.cost < best[kind][0].cost:
+                best[kind] = found, policy
+                self._best.append(found)
+        if not best:
             return None
-        self._best.append(best[0])
-        self._note("policies", best[0], count)
-        return best[1]
+        found, policy = min(best.values(), key=lambda pair: pair[0].cost)
+        self._note("policies", found, count)
+        return policy
 
     def _try_nearby(self, problem: Problem, policy: Policy) -> None:
         """Goes from policy to policy, at first also to worse ones."""
         generator = random.Random(0)
         current = best = _Candidate.of(problem, dispatch(problem, policy))
         num_actions = sum(map(len, current.orders))
-        limit = round(self._effort * _POLICIES / num_actions)
-        limit = min(max(limit, _FEWEST_POLICIES), _MOST_POLICIES)
-        warmth = _mean_duration(problem) * _HEATS[0]
+        limit = self._amount(_POLICIES / num_actions, _FEWEST_POLICIES, _MOST_POLICIES)
+        warmth = _mean_duration(problem) * _LAST_HEATS[-1]
+        count = 0
         for number in range(limit):
             if self._is_over(problem):
                 break
+            count += 1
             changed = vary(generator, problem, policy)
             if changed == policy:
                 continue
             candidate = _Candidate.of(problem, dispatch(problem, changed))
             worse = candidate.cost - current.cost
-            heat = warmth * (1 - number / limit)
-            if worse <= 0 or generator.random() < exp(-worse / heat):
+            if worse <= 0 or generator.random() < exp(-worse / (warmth * (1 - number / limit))):
                 policy, current = changed, candidate
             if candidate.time < best.time:
                 best = candidate
         self._best.append(best)
-        self._note("policies by rank", best, limit)
+        self._note("policies by rank", best, count)
 
     def _try_moves(self) -> None:
         """Walks from the best few, and at last from the best of all."""
         starts = sorted(self._best, key=lambda candidate: candidate.cost)[:_NUM_STARTS]
         walks: list[tuple[_Candidate | None, float]] = [
-            *((start, heat) for start in starts for heat in _HEATS),
+            *((start, heat) for heat in _HEATS for start in starts),
             *((None, heat) for heat in _LAST_HEATS),
         ]
         count = 0
@@ -176,14 +194,16 @@ class _Search:
             problem = start.problem
             if self._is_over(problem):
                 break
-            num_moves = self._num_moves(sum(map(len, start.orders)))
+            # The fewer actions, the longer: the best is then within reach.
+            usual = _MOVES / sum(map(len, start.orders)) ** 2
+            num_moves = self._amount(usual, _FEWEST_MOVES, _MOST_MOVES)
             orders = anneal(
                 problem,
                 start.orders,
                 num_moves=num_moves,
                 heat=heat * _mean_duration(problem),
                 seed=seed,
-                goal=self._bounds[problem.placement] * (1 + 1e-9),
+                goal=self._bounds[problem.placement] * ROUNDING,
                 deadline=self._deadline,
             )
             self._best.append(_Candidate.of(problem, orders))
@@ -191,10 +211,9 @@ class _Search:
         if count:
             self._note("moves", min(self._best, key=lambda candidate: candidate.time), count)
 
-    def _num_moves(self, num_actions: int) -> int:
-        """How long a walk is: the fewer actions, the longer, for the best is then within reach."""
-        wanted = self._effort * _MOVES / num_actions**1.5
-        return int(min(max(wanted, _FEWEST_MOVES), _MOST_MOVES))
+    def _amount(self, usual: float, fewest: int, most: int) -> int:
+        """How many to try: `usual` within its limits, times the effort."""
+        return max(1, round(self._effort * min(max(usual, fewest), most)))
 
     def _note(self, name: str, candidate: _Candidate, count: int) -> None:
         problem = candidate.problem
@@ -207,8 +226,10 @@ class _Search:
         if time.monotonic() > self._deadline:
             self._is_complete = False
             return True
-        best = min((c.time for c in self._best if c.problem is problem), default=inf)
-        return best <= self._bounds[problem.placement] * (1 + 1e-9)
+        return self._best_of(problem) <= self._bounds[problem.placement] * ROUNDING
+
+    def _best_of(self, problem: Problem) -> float:
+        return min((found.time for found in self._best if found.problem is problem), default=inf)
 
     def _result(self) -> SearchResult:
         """The best by the simulator, which knows of messages that wait for each other."""
@@ -217,12 +238,20 @@ class _Search:
         for candidate in sorted(self._best, key=lambda c: c.time)[:_NUM_STARTS]:
             schedule = candidate.problem.schedule(candidate.orders)
             finalists.append((schedule, simulate(schedule, candidate.problem.costs)))
-        schedule, report = min(finalists, key=lambda pair: problem.time_of(pair[1]))
+        bound = min(self._bounds.values())
+
+        def rate(finalist: tuple[Schedule, Report]) -> tuple[float, float]:
+            """The faster, and of those that are as fast the one that holds less."""
+            _, report = finalist
+            took = problem.time_of(report)
+            return (round(took / bound, 9) if bound > 0 else took), report.peak_memory
+
+        schedule, report = min(finalists, key=rate)
         return SearchResult(
             schedule=schedule,
             report=report,
             clock=problem.clock,
-            lower_bound=min(self._bounds.values()),
+            lower_bound=bound,
             tried=tuple(self._tried),
             seconds=time.monotonic() - self._start,
             is_complete=self._is_complete,
@@ -230,7 +259,9 @@ class _Search:
 
 
 def _mean_duration(problem: Problem) -> float:
-    return sum(problem.durations) / len(problem.durations)
+    """Above 0, also where actions take no time and only messages do."""
+    times = (*problem.durations, *problem.delays)
+    return sum(times) / len(times) or 1.0
 
 
 def _split_where_quicker(problem: Problem, orders: list[Order]) -> list[Order]:

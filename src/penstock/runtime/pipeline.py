@@ -2,14 +2,13 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from penstock import schedules
 from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agreement
 from penstock.errors import CommError, StageError
 from penstock.ir import (
@@ -24,7 +23,16 @@ from penstock.ir import (
 )
 from penstock.ir.action import COMPUTE_TYPES, compute_parts, parts
 from penstock.microbatch import merge_chunks, split_args_kwargs_into_chunks, split_target
+from penstock.runtime.auto import DEFAULT_SEARCH_S, Auto, AutoOptions
+from penstock.runtime.checks import (
+    as_schedule,
+    check_count,
+    check_fit,
+    check_stages,
+    check_timeout,
+)
 from penstock.runtime.messages import Form
+from penstock.runtime.pilot import AbstractPilot, gathered_placement
 from penstock.runtime.program import forward_only, make_program
 from penstock.runtime.routes import Key, RankSkips, check_skips
 from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
@@ -33,7 +41,6 @@ from penstock.runtime.wire import Wire
 from penstock.stage import PipelineStage
 
 DEFAULT_TIMEOUT_S = 600.0
-_LONGEST_TIMEOUT_S = 365 * 24 * 3600
 
 
 class Pipeline:
@@ -45,13 +52,19 @@ class Pipeline:
     once per step and stage, as soon as the stage's gradients are complete; where parameters are
     tied to those of other stages, that is at the end of the step.
 
+    With the schedule "auto" the first steps are measured, and the best schedule that is found for
+    the stages as they are placed runs the others. Each rank may hold `memory` bytes for its
+    microbatches: a number, or one for each rank. Times are measured in `measure_steps` steps with
+    split and as many with full backwards, and the search takes `search_seconds` at most. With
+    `replan_when=0.2`, all of this is done again when times have changed by more than 20 %.
+
     No wait lasts longer than `timeout` seconds. If any rank fails, all of them raise.
     """
 
     def __init__(
         self,
         stages: PipelineStage | Sequence[PipelineStage],
-        schedule: Schedule | str,
+        schedule: Schedule | str | AbstractPilot,
         *,
         n_microbatches: int | None = None,
         loss_fn: LossFn | None = None,
@@ -61,31 +74,46 @@ class Pipeline:
         scale_grads: bool = True,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
+        memory: float | Iterable[float] | None = None,
+        replan_when: float | None = None,
+        measure_steps: int = 1,
+        search_seconds: float = DEFAULT_SEARCH_S,
     ) -> None:
         held = list(stages) if isinstance(stages, Sequence) else [stages]
-        _check_stages(held)
-        self.schedule = _as_schedule(schedule, held, n_microbatches)
-        _check_fit(self.schedule, held)
+        check_stages(held)
         self.stages = {stage.stage_index: stage for stage in held}
         self._first = held[0]
         self._specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
-        self._timeout_s = _check_timeout(timeout)
+        self._timeout_s = check_timeout(timeout)
         self._settings = Settings(
             loss_fn, scale_grads, on_grads_ready or _ignore, custom_functions={}
         )
-        rank = held[0].group_rank
         self._skips = RankSkips.of(held)
-        self._forward_program = make_program(
-            forward_only(self.schedule), rank, skips=self._skips.all
-        )
-        self._program = make_program(
-            self.schedule, rank, whole=self._compiled_stages(), skips=self._skips.all
-        )
-        self._has_backward = loss_fn is not None and any(
-            not isinstance(part, Forward)
-            for action in self.schedule.orders[rank]
-            for part in compute_parts(action)
-        )
+        self._pilot: AbstractPilot | None = None
+        self._has_backward = loss_fn is not None
+        self._schedule: Schedule | None = None
+        options = AutoOptions.of(memory, replan_when, measure_steps, search_seconds)
+        if isinstance(schedule, str) and schedule.lower() == "auto":
+            schedule = Auto(options, self._timeout_s)
+        elif memory is not None or replan_when is not None:
+            raise StageError(
+                f"memory is {memory!r} and replan_when is {replan_when!r}, which are for the "
+                'schedule "auto" only. Leave them out, or let schedule be "auto".'
+            )
+        if isinstance(schedule, AbstractPilot):
+            self._pilot = schedule
+            self.num_microbatches = check_count(n_microbatches)
+        else:
+            fixed = as_schedule(schedule, held, n_microbatches)
+            check_fit(fixed, held)
+            self.num_microbatches = fixed.num_microbatches
+            self._use(fixed)
+            self._warn_of_compiled()
+            self._has_backward = self._has_backward and any(
+                not isinstance(part, Forward)
+                for action in fixed.orders[self._first.group_rank]
+                for part in compute_parts(action)
+            )
         self._forms: dict[bool, dict[Key, Form]] = {True: {}, False: {}}
         self._comm: AbstractComm | None = None
         self._is_dynamic = False
@@ -93,8 +121,23 @@ class Pipeline:
         self._failure = ""
 
     @property
-    def num_microbatches(self) -> int:
-        return self.schedule.num_microbatches
+    def schedule(self) -> Schedule:
+        """What the next step runs."""
+        if self._schedule is None:
+            raise StageError(
+                "the schedule is not known yet: it follows from the stages of all ranks, which "
+                "meet in the first step. Ask for it after that."
+            )
+        return self._schedule
+
+    def _use(self, schedule: Schedule) -> None:
+        """Run this schedule from the next step on. What was learned of messages stays."""
+        rank = self._first.group_rank
+        self._schedule = schedule
+        self._forward_program = make_program(forward_only(schedule), rank, skips=self._skips.all)
+        self._program = make_program(
+            schedule, rank, whole=self._compiled_stages(), skips=self._skips.all
+        )
 
     def step(
         self,
@@ -209,7 +252,9 @@ class Pipeline:
         program = self._program if has_backward else self._forward_program
         forms = {} if self._is_dynamic else self._forms[has_backward]
         keeps_outputs = return_outputs and self._holds_last
-        wire = Wire(self._comm, program, self._first.device, forms)
+        pilot = self._pilot if has_backward else None
+        meter = None if pilot is None else pilot.make_meter()
+        wire = Wire(self._comm, program, self._first.device, forms, meter)
         is_tied = has_backward and self._ties.stages
         step = Step(
             program=program,
@@ -221,6 +266,7 @@ class Pipeline:
             keeps_outputs=keeps_outputs,
             needs_losses=has_backward or losses is not None,
             tied=TiedGrads(self._ties, self.stages, self._comm) if is_tied else None,
+            meter=meter,
         )
         try:
             step.run_all()
@@ -233,6 +279,10 @@ class Pipeline:
         if losses is not None:
             found = [step.losses[mb] for mb in sorted(step.losses)]
             losses[:] = [x.detach() if isinstance(x, torch.Tensor) else x for x in found]
+        if pilot is not None:
+            following = pilot.end_step(meter, program.routes, forms)
+            if following != self._schedule:
+                self._use(following)
         return [step.outputs[mb] for mb in sorted(step.outputs)] if keeps_outputs else None
 
     @contextmanager
@@ -262,28 +312,40 @@ class Pipeline:
             self._comm = group.connect()
         else:
             self._comm = ProcessGroupComm(group, self._first.device, self._timeout_s)
-        digest = hashlib.sha256(self.schedule.to_csv().encode()).hexdigest()[:8]
         own = {
-            "num_stages": self.schedule.num_stages,
+            "num_stages": self._first.num_stages,
             "n_microbatches": self.num_microbatches,
-            "schedule": f"{self.schedule!r} with orders {digest}",
+            "schedule": self._describe_schedule(),
             "loss_fn": "none" if self._settings.loss_fn is None else "given",
             "the cut": self._first.cut or "none",
         }
         is_dynamic = any(stage.dynamic_shapes for stage in self.stages.values())
-        gathered = self._comm.gather((own, is_dynamic, claim(self.stages), self._skips))
-        check_agreement([values for values, _, _, _ in gathered])
-        check_skips([skips for _, _, _, skips in gathered], self.schedule.placement.ranks)
-        self._is_dynamic = any(dynamic for _, dynamic, _, _ in gathered)
-        self._ties = tie(
-            self._comm.rank,
-            [claims for _, _, claims, _ in gathered],
-            is_one_process=isinstance(group, LocalGroup),
+        gathered = self._comm.gather(
+            (own, is_dynamic, claim(self.stages), self._skips, sorted(self.stages))
         )
+        named, dynamic, claims, skips, held = zip(*gathered, strict=True)
+        check_agreement(list(named))
+        if self._pilot is not None:
+            placement = gathered_placement(held, self._first.num_stages)
+            self._use(
+                self._pilot.start(self._comm, self._first.device, placement, self.num_microbatches)
+            )
+        check_skips(skips, self.schedule.placement.ranks)
+        self._is_dynamic = any(dynamic)
+        self._ties = tie(
+            self._comm.rank, list(claims), is_one_process=isinstance(group, LocalGroup)
+        )
+
+    def _describe_schedule(self) -> str:
+        """What all ranks must have been given alike."""
+        if self._pilot is not None:
+            return self._pilot.options
+        digest = hashlib.sha256(self.schedule.to_csv().encode()).hexdigest()[:8]
+        return f"{self.schedule!r} with orders {digest}"
 
     @property
     def _holds_last(self) -> bool:
-        return self.schedule.num_stages - 1 in self.stages
+        return self._first.num_stages - 1 in self.stages
 
     def _check_microbatches(self, name: str, values: Any, kind: type) -> list[Any]:
         if values is None:
@@ -303,7 +365,7 @@ class Pipeline:
         return values
 
     def _compiled_stages(self) -> set[int]:
-        """The stages whose backward is to be split and cannot be; warns of them."""
+        """The stages whose backward is to be split and cannot be."""
         split = {
             part.stage
             for order in self.schedule.orders
@@ -311,14 +373,15 @@ class Pipeline:
             for part in compute_parts(action)
             if isinstance(part, BackwardInput)
         }
-        compiled = {index for index, stage in self.stages.items() if stage.is_compiled} & split
-        for index in sorted(compiled):
+        return {index for index, stage in self.stages.items() if stage.is_compiled} & split
+
+    def _warn_of_compiled(self) -> None:
+        for index in sorted(self._compiled_stages()):
             warnings.warn(
                 f"stage {index} is compiled, and the backward of a compiled module cannot be split "
                 "yet: it runs full backwards, and leaves the schedule's bubbles to idle.",
                 stacklevel=4,
             )
-        return compiled
 
 
 def _ignore(stage: PipelineStage) -> None:
@@ -340,79 +403,3 @@ def _describe(action: Action) -> str:
         for part in parts(action)
     )
     return f"{action} ({described})"
-
-
-def _as_schedule(
-    schedule: Schedule | str, stages: list[PipelineStage], n_microbatches: int | None
-) -> Schedule:
-    if isinstance(schedule, str):
-        if n_microbatches is None:
-            raise StageError(
-                f"schedule is the name {schedule!r}, which does not say how many microbatches. "
-                "Give n_microbatches too, or a Schedule."
-            )
-        generator = schedules.get(schedule)
-        return generator(
-            num_ranks=stages[0].group_size,
-            num_microbatches=n_microbatches,
-            stages_per_rank=len(stages),
-        )
-    if not isinstance(schedule, Schedule):
-        raise StageError(
-            f"schedule is {schedule!r}. Expected a penstock.Schedule, or the name of one with "
-            "n_microbatches."
-        )
-    if n_microbatches not in (None, schedule.num_microbatches):
-        raise StageError(
-            f"n_microbatches is {n_microbatches}, but the schedule has "
-            f"{schedule.num_microbatches}. Leave it out, or make the schedule for as many."
-        )
-    schedule.verify()
-    return schedule
-
-
-def _check_timeout(timeout: float) -> float:
-    if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST_TIMEOUT_S:
-        raise StageError(
-            f"timeout is {timeout!r}. Expected seconds, more than 0 and at most a year."
-        )
-    return float(timeout)
-
-
-def _check_stages(stages: list[PipelineStage]) -> None:
-    for stage in stages:
-        if not isinstance(stage, PipelineStage):
-            raise StageError(
-                f"stages holds a {type(stage).__name__}. Expected penstock.PipelineStage: import "
-                "the stage from penstock too."
-            )
-    if not stages:
-        raise StageError("stages is empty. Give the stages that this rank holds.")
-    for name in ("num_stages", "group", "device", "cut"):
-        found = {str(getattr(stage, name)) or "none" for stage in stages}
-        if len(found) > 1:
-            raise StageError(
-                f"the stages of one rank differ in {name}: {', '.join(sorted(found))}. "
-                "Give all of them the same."
-            )
-
-
-def _check_fit(schedule: Schedule, stages: list[PipelineStage]) -> None:
-    rank, num_ranks = stages[0].group_rank, stages[0].group_size
-    if num_ranks != schedule.num_ranks:
-        raise StageError(
-            f"the schedule is for {schedule.num_ranks} ranks, but the group has {num_ranks}. "
-            "Make it for as many as there are, or give the stages another group."
-        )
-    if stages[0].num_stages != schedule.num_stages:
-        raise StageError(
-            f"the schedule has {schedule.num_stages} stages, but the stages say that num_stages "
-            f"is {stages[0].num_stages}. Cut the model into {schedule.num_stages}."
-        )
-    held = sorted(stage.stage_index for stage in stages)
-    expected = list(schedule.placement.stages_of(rank))
-    if held != expected:
-        raise StageError(
-            f"rank {rank} was given stages {held}, but the schedule places {expected} there. "
-            f"Give it those: schedule.placement.stages_of({rank})."
-        )

@@ -1,7 +1,7 @@
 """One batch through the schedule: all state of a step, from its first action to its last."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -13,13 +13,16 @@ from penstock.errors import StageError
 from penstock.ir import (
     Action,
     Backward,
+    BackwardInput,
     BackwardWeight,
     Forward,
     MicrobatchId,
     StageId,
 )
 from penstock.ir.action import SEND_TYPES
+from penstock.runtime.held import HeldBytes, Note, note_nothing
 from penstock.runtime.messages import flatten, unflatten
+from penstock.runtime.meter import Meter
 from penstock.runtime.program import Entry, Program, Task
 from penstock.runtime.routes import Key
 from penstock.runtime.tied import TiedGrads
@@ -100,6 +103,7 @@ class Step:
     keeps_outputs: bool
     needs_losses: bool
     tied: TiedGrads | None
+    meter: Meter | None = None
     outputs: dict[MicrobatchId, Any] = field(default_factory=dict)
     losses: dict[MicrobatchId, Any] = field(default_factory=dict)
     current: Action | None = None
@@ -119,6 +123,8 @@ class Step:
     def run_all(self) -> None:
         """Run the program, from its first action to its last."""
         custom = self.settings.custom_functions
+        if self.meter is not None:
+            self.meter.begin()
         for entry in self.program.entries:
             self.current = entry.action
             function = custom.get(type(entry.action)) if custom else None
@@ -182,6 +188,35 @@ class Step:
                     self._backward_weight(task, self.stages[action.stage], action.mb)
                 else:
                     self._backward(task, self.stages[action.stage], action.mb)
+        if self.meter is not None:
+            self._measure(task, self.meter)
+
+    def _measure(self, task: Task, meter: Meter) -> None:
+        """Tell the meter that a task has been run, and what is not the stage's any more."""
+        action = task.action
+        meter.end(action)
+        if meter.held is None or isinstance(action, SEND_TYPES):
+            return
+        given: list[Any] = []
+        if self.stages[action.stage].is_last:
+            given += self.outputs.get(action.mb), self.losses.get(action.mb)
+        if isinstance(action, BackwardInput) and task.makes is not None:
+            # A copy goes on, so that what is still alive is what the weight backward holds.
+            leaves, structure = self._made.pop(task.makes)
+            copies = _copied(leaves)
+            self._made[task.makes] = copies, structure
+            given += copies
+            del leaves
+        meter.held.end(action, given)
+
+    @property
+    def _held(self) -> HeldBytes | None:
+        return None if self.meter is None else self.meter.held
+
+    def _watching(self, stage: PipelineStage, arguments: Any) -> AbstractContextManager[Note]:
+        """Where a stage computes: its memory may be counted."""
+        held = self._held
+        return nullcontext(note_nothing) if held is None else held.watching(stage, arguments)
 
     def _forward(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
         inputs: list[list[Any]] = []
@@ -204,11 +239,23 @@ class Step:
             args = _stand_ins(args, outside)
         if kwargs:
             kwargs = _stand_ins(kwargs, outside)
-        stage_pass = stage.forward(args, kwargs, is_split=task.is_split)
+        if self._held is not None:
+            self._held.begin(*self._by_origin(task, inputs))
+        with self._watching(stage, (args, kwargs)) as note:
+            stage_pass = stage.forward(args, kwargs, is_split=task.is_split)
+            note(stage_pass.outputs)
         loss, messages = self._hand_on(task, stage, mb, stage_pass.outputs)
         self._in_flight[stage.stage_index, mb] = _InFlight(
             stage_pass, inputs, messages, outside, loss
         )
+
+    def _by_origin(self, task: Task, inputs: list[list[Any]]) -> tuple[list[Any], list[Any]]:
+        """The leaves that came from other ranks, and those of this rank."""
+        keys = [key for key in (*task.needs_from_afar, task.needs) if key is not None]
+        came: tuple[list[Any], list[Any]] = [], []
+        for key, leaves in zip(keys, inputs, strict=True):
+            came[0 if self.program.routes.is_message(key) else 1].extend(leaves)
+        return came
 
     def _hand_on(
         self, task: Task, stage: PipelineStage, mb: MicrobatchId, outputs: Any
@@ -222,7 +269,8 @@ class Step:
             return None, messages
         loss = None
         if self.settings.loss_fn is not None and self.needs_losses:
-            loss = self._compute_loss(mb, outputs)
+            with self._watching(stage, outputs):
+                loss = self._compute_loss(mb, outputs)
         if self.keeps_outputs:
             self.outputs[mb] = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
         return loss, []
@@ -271,6 +319,8 @@ class Step:
                 tensor.requires_grad_(like.requires_grad)
             return list(tensors), form.as_arguments(tensors)
         leaves, structure = self._made.pop(key)
+        if self._held is not None:
+            leaves = _copied(leaves)
         own = [stand_in_for(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return own, unflatten(own, structure)
 
@@ -278,7 +328,7 @@ class Step:
         flight = self._in_flight.pop((stage.stage_index, mb))
         if task.completes_grads:
             stage.expect_last_grads()
-        grads, pending = self._differentiate(task, flight)
+        grads, pending = self._differentiate(task, stage, flight)
         if flight.loss is not None:
             self.losses[mb] = flight.loss.detach()  # Its graph would keep the stage's inputs.
         found = {id(x): g for x, g in zip(flight.stage_pass.inputs, grads, strict=True)}
@@ -300,26 +350,39 @@ class Step:
             self._complete(stage)
 
     def _differentiate(
-        self, task: Task, flight: _InFlight
+        self, task: Task, stage: PipelineStage, flight: _InFlight
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
         """The gradients of a microbatch's inputs, and what its weight backward has to run."""
-        outputs = flight.stage_pass.outputs
+        arrived: list[Any] = []
+        grads: Any = None
         if flight.loss is not None:
             if flight.loss.requires_grad:
-                return flight.stage_pass.backward(self._seed_of(flight.loss), flight.loss)
+                grads = self._seed_of(flight.loss)
         else:
-            assert task.needs is not None
-            arguments: tuple[Any, ...] = ()
-            is_needed = False
-            keys: list[Key] = [task.needs, *task.needs_from_afar]
-            for key, (leaves, structure) in zip(keys, flight.outputs, strict=True):
-                arriving = iter(self._take_gradient(key))
-                grads = [next(arriving) if needs_grad(leaf) else None for leaf in leaves]
-                is_needed = is_needed or any(grad is not None for grad in grads)
-                arguments += unflatten(grads, structure)
-            if is_needed:
-                return flight.stage_pass.backward(as_outputs(arguments, outputs))
-        return (None,) * len(flight.stage_pass.inputs), do_nothing
+            arguments, arrived = self._take_gradients(task, flight)
+            if any(grad is not None for grad in arrived):
+                grads = as_outputs(arguments, flight.stage_pass.outputs)
+        if self._held is not None:
+            self._held.begin(arrived)
+        if grads is None:
+            return (None,) * len(flight.stage_pass.inputs), do_nothing
+        with self._watching(stage, ()):
+            return flight.stage_pass.backward(grads, flight.loss)
+
+    def _take_gradients(
+        self, task: Task, flight: _InFlight
+    ) -> tuple[tuple[Any, ...], list[Tensor | None]]:
+        """The gradients of a microbatch's outputs, as the outputs are nested and in a row."""
+        assert task.needs is not None
+        arguments: tuple[Any, ...] = ()
+        row: list[Tensor | None] = []
+        keys: list[Key] = [task.needs, *task.needs_from_afar]
+        for key, (leaves, structure) in zip(keys, flight.outputs, strict=True):
+            arriving = iter(self._take_gradient(key))
+            grads = [next(arriving) if needs_grad(leaf) else None for leaf in leaves]
+            row += grads
+            arguments += unflatten(grads, structure)
+        return arguments, row
 
     def _seed_of(self, loss: Tensor) -> Tensor:
         """The gradient that a backward begins with: this microbatch's share in the whole."""
@@ -350,6 +413,11 @@ class Step:
             self._awaiting_others.append(stage)
         else:
             self.settings.on_grads_ready(stage)
+
+
+def _copied(leaves: list[Any]) -> list[Any]:
+    """Leaves in memory of their own, where it is counted who holds what."""
+    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _without_autocast() -> ExitStack:

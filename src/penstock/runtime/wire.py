@@ -2,6 +2,7 @@
 
 import pickle
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from penstock.comm import AbstractComm, Transfer
 from penstock.errors import StageError
 from penstock.ir import Rank
 from penstock.runtime.messages import Form, as_sent, pickle_form
+from penstock.runtime.meter import Meter
 from penstock.runtime.program import Program
 from penstock.runtime.routes import Key
 
@@ -30,12 +32,14 @@ class Wire:
         program: Program,
         device: torch.device,
         forms: dict[Key, Form],
+        meter: Meter | None = None,
     ) -> None:
         self._comm = comm
         self._program = program
         self._routes = program.routes
         self._device = device
         self._forms = forms
+        self._meter = meter
         self._inboxes = {sender: _Inbox(keys) for sender, keys in program.arriving.items()}
         self._outboxes: dict[Rank, _Outbox] = {}
         for sender, inbox in self._inboxes.items():
@@ -70,8 +74,7 @@ class Wire:
         # Before the wait, since posting takes time that a rank that waits has.
         self._post_ahead(sender, inbox)
         form, tensors, transfers = inbox.posted.pop(key)
-        for transfer in transfers:
-            transfer.wait(partial(self._describe_receive, key))
+        self._wait(key, transfers)
         self._release(*self._program.received_before[key])
         return form, tensors
 
@@ -138,11 +141,16 @@ class Wire:
         if self._is_void(key):
             return Form.of_tree(())
         size = torch.empty(1, dtype=torch.int64, device=self._device)
-        described = partial(self._describe_receive, key)
-        self._comm.recv(size, sender).wait(described)
+        self._wait(key, [self._comm.recv(size, sender)])
         body = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
-        self._comm.recv(body, sender).wait(described)
+        self._wait(key, [self._comm.recv(body, sender)])
         return Form.of_tree(pickle.loads(bytes(body.tolist())))
+
+    def _wait(self, key: Key, transfers: list[Transfer]) -> None:
+        described = partial(self._describe_receive, key)
+        with nullcontext() if self._meter is None else self._meter.waiting():
+            for transfer in transfers:
+                transfer.wait(described)
 
     def _is_void(self, key: Key) -> bool:
         """Whether nothing is ever sent: it is a gradient, of an activation that needs none."""

@@ -1,11 +1,17 @@
 """What each stage costs: times, memory, and what it takes to send its output on."""
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from numbers import Real
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 from penstock.errors import CostError
+
+_FORMAT, _VERSION = "penstock costs", 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +132,51 @@ class CostTable:
             size / speed for size, speed in zip(self.message_bytes, self.bandwidth, strict=True)
         )
 
+    def to_json(self) -> str:
+        """The table as JSON text, one line per field; `from_json` gives an equal one."""
+        values: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values[field.name] = (
+                list(map(_as_json, value)) if isinstance(value, tuple) else _as_json(value)
+            )
+        lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "CostTable":
+        """The table that `to_json` wrote.
+
+        >>> costs = CostTable.uniform(4, forward=0.1)
+        >>> CostTable.from_json(costs.to_json()) == costs
+        True
+        """
+        values = _parse(text)
+        names = {field.name for field in fields(cls)}
+        for problem, found in (
+            ("has no", names - values.keys()),
+            ("has", values.keys() - names - {"format", "version"}),
+        ):
+            if found:
+                raise CostError(
+                    f"The text {problem} {', '.join(sorted(found))}. Expected exactly the fields "
+                    f"of a CostTable: {', '.join(sorted(names))}."
+                )
+        read = {name: _from_json(name, values[name]) for name in names}
+        return cls(**read)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write `to_json()` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "CostTable":
+        """Read what `save` wrote."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (CostError, UnicodeDecodeError) as exc:
+            raise CostError(f"{path} holds no costs that can be read: {exc}") from exc
+
     def _check(self) -> None:
         if not self.forward:
             raise CostError("forward is empty. Give the time of at least one stage.")
@@ -174,3 +225,54 @@ def _check_value(name: str, index: int, value: float) -> None:
         fits, expected = 0 <= value < math.inf, "a finite number that is not negative"
     if not fits:  # Also where the value is not a number (nan).
         raise CostError(f"{name}[{index}] is {value}. Expected {expected}.")
+
+
+def _as_json(value: float) -> float | str:
+    """A number that json writes in full; JSON has no infinity, so that is a word."""
+    if value == math.inf:
+        return "inf"
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _from_json(name: str, value: Any) -> Any:
+    if name == "overlap_saving":
+        if not _is_number(value):
+            raise CostError(f"{name} is {value!r}. Expected a number.")
+        return value
+    if not isinstance(value, list):
+        raise CostError(f"{name} is {value!r}. Expected a list of numbers.")
+    for index, number in enumerate(value):
+        if not _is_number(number) and number != "inf":
+            raise CostError(f'{name}[{index}] is {number!r}. Expected a number, or "inf".')
+    return [math.inf if number == "inf" else number for number in value]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """What the text holds, if it is of our format and version."""
+    if not isinstance(text, str):
+        raise CostError(
+            f"The text is a {type(text).__name__}. Give what the file holds: path.read_text(), "
+            "or use CostTable.load(path)."
+        )
+    try:
+        values = json.loads(text)
+    except ValueError as exc:
+        raise CostError(
+            f"The text is no JSON: {exc}. Expected what CostTable.to_json() wrote."
+        ) from exc
+    if not isinstance(values, dict) or values.get("format") != _FORMAT:
+        got = values.get("format") if isinstance(values, dict) else None
+        raise CostError(
+            f"The text is of the format {got!r}. Expected {_FORMAT!r}, as CostTable.to_json() "
+            "writes it."
+        )
+    if values.get("version") != _VERSION:
+        raise CostError(
+            f"The text is of version {values.get('version')!r}. This Penstock reads version "
+            f"{_VERSION}: measure the costs again, or read them with the Penstock that wrote them."
+        )
+    return values

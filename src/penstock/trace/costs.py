@@ -93,7 +93,7 @@ def measure_layers(
     costs: list[LayerCost] = []
 
     def run(stage: StageId, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        with _kept_as_it_was(module):
+        with kept_as_it_was(module):
             cost, outputs = _measure(names[stage], module, args, kwargs, repeats)
         costs.append(cost)
         return outputs
@@ -276,7 +276,7 @@ def _counting_saved() -> Iterator[_Saved]:
 
 
 @contextmanager
-def _kept_as_it_was(module: nn.Module) -> Iterator[None]:
+def kept_as_it_was(module: nn.Module) -> Iterator[None]:
     """Puts back what running a module changes: its buffers, and the random state."""
     before = [buffer.clone() for buffer in module.buffers()]
     try:

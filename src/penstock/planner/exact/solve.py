@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from numbers import Real
 
 from penstock.errors import CostError, ScheduleError
-from penstock.ir import Action, Backward, Forward, Placement, Schedule
+from penstock.ir import Forward, Placement, Schedule
 from penstock.ir.action import compute_parts
 from penstock.planner.exact.incumbent import ExactProgress, Incumbent
 from penstock.planner.exact.ticks import TickProblem, to_ticks
+from penstock.planner.one_at_a_time import one_at_a_time
 from penstock.planner.problem import Problem, nothing_fits
 from penstock.schedules.base import Clock
 from penstock.sim import CostTable, Report, simulate
@@ -77,7 +78,7 @@ def solve(
     problem = Problem.of(costs, placement, num_microbatches, memory=memory, clock=clock)
     if problem.find_shortage() is not None:
         raise nothing_fits([problem])
-    start = _one_by_one(placement, num_microbatches)
+    start = one_at_a_time(placement, num_microbatches)
     if hint is not None:
         start = _plain(hint, placement, num_microbatches)
     search = _import_search()
@@ -115,17 +116,6 @@ def _check(costs: CostTable, placement: Placement, seconds: float) -> None:
                 f"message_bytes / bandwidth of edge {edge} is {time:g}. The exact solver knows no "
                 "messages that wait for each other: put the time into delay, with message_bytes 0."
             )
-
-
-def _one_by_one(placement: Placement, num_microbatches: int) -> Schedule:
-    """Each microbatch after the one before it, which takes the least memory there is."""
-    orders: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
-    for mb in range(num_microbatches):
-        for stage, rank in enumerate(placement.ranks):
-            orders[rank].append(Forward(stage, mb))
-        for stage in reversed(range(placement.num_stages)):
-            orders[placement.ranks[stage]].append(Backward(stage, mb))
-    return Schedule(orders, placement, num_microbatches)
 
 
 def _plain(hint: Schedule, placement: Placement, num_microbatches: int) -> Schedule:

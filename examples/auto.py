@@ -1,0 +1,75 @@
+"""Shows: measured costs, and a pipeline that finds a better schedule for them while it trains.
+
+The ranks are in this process; over real ones, leave `group` out and start it with a launcher.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+
+NUM_RANKS, NUM_MICROBATCHES, NUM_STEPS = 2, 6, 6
+PACE_S = 0.002
+
+
+class Slow(torch.autograd.Function):
+    """An identity that takes its time, so that this prints the same on any machine."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float) -> Tensor:
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(PACE_S)
+        return grad, None
+
+
+class Stage(nn.Module):
+    """Its forward and both halves of its backward take the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Slow.apply(x, PACE_S) + Slow.apply(self.weight, 0.0)
+
+
+def run_rank(group: penstock.LocalGroup) -> None:
+    torch.manual_seed(group.rank)
+    module, rank = Stage(), group.rank
+    stage = penstock.PipelineStage(module, rank, NUM_RANKS, "cpu", group=group)
+    x, target = torch.rand(NUM_MICROBATCHES, 8, requires_grad=True), torch.rand(NUM_MICROBATCHES, 8)
+    loss_fn = nn.functional.mse_loss
+
+    costs = penstock.measure_costs(stage, NUM_MICROBATCHES, loss_fn, x, target=target, repeats=1)
+    with tempfile.TemporaryDirectory() as folder:
+        costs.save(Path(folder, "costs.json"))  # For `penstock.simulate` and `penstock.search`.
+        assert costs == penstock.CostTable.load(Path(folder, "costs.json"))
+
+    pipeline = penstock.ScheduleAuto(stage, NUM_MICROBATCHES, loss_fn, memory=10_000)
+    times, grads = [], []
+    for _ in range(NUM_STEPS):
+        module.zero_grad()
+        pipeline.step(x, target=target)
+        times.append(penstock.simulate(pipeline.schedule, costs).makespan)
+        grads.append(module.weight.grad)
+    if rank == 0:
+        # Behind each step: what the next one will take, by the costs that were measured.
+        changed = next(step for step, took in enumerate(times, 1) if took < 0.95 * times[1])
+        print(f"after step {changed} the pipeline went on with a faster schedule")
+        assert all(took == times[-1] for took in times[changed - 1 :])
+    for grad in grads:
+        torch.testing.assert_close(grad, grads[0])
+    print(f"rank {rank}: every step gave the same gradients")
+
+
+if __name__ == "__main__":
+    penstock.local_ranks(NUM_RANKS, run_rank)

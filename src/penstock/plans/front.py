@@ -1,0 +1,220 @@
+"""Answers: how to cut, into how many microbatches, with which schedule?"""
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import CostError, ScheduleError
+from penstock.ir import Placement
+from penstock.planner.problem import in_full
+from penstock.planner.registered import describe
+from penstock.plans.choose import Found, Limits, choose
+from penstock.plans.counts import choose_counts, larger_counts
+from penstock.plans.layers import LayerSource
+from penstock.plans.reading import GivenLayers, LayersOfBatch, ModelLayers
+from penstock.plans.result import LeftOut, Plan, PlanRow
+from penstock.plans.sources import AbstractSource, Choice, Question, Refusal, TableSource
+from penstock.plans.values import to_amount, to_count, to_counts
+from penstock.sim import CostTable
+from penstock.trace import LayerCost
+
+
+def plan(
+    what: nn.Module | Sequence[LayerCost] | CostTable,
+    num_ranks: int,
+    *,
+    batch: Any,
+    kwargs: dict[str, Any] | None = None,
+    mb_size: int | None = None,
+    memory: float | None = None,
+    microbatches: int | Iterable[int] | None = None,
+    stages_per_rank: int | Iterable[int] = (1, 2),
+    layers: Sequence[Any] | None = None,
+    measure: bool = False,
+    speed: float | None = None,
+    delay: float = 0.0,
+    overhead: float = 0.0,
+    bytes_per_parameter_byte: float = 4.0,
+    seconds: float = 60.0,
+    effort: float = 1.0,
+    keep: int = 5,
+) -> Plan:
+    """The best ways to cut a model, with their numbers of microbatches and their schedules.
+
+    `what` is one of
+    - a model; `batch` and `kwargs` are its arguments for a whole batch. Costs are counted from
+      shapes, on the meta device too: as operations, or as seconds if `speed` says how many a rank
+      does in one. With `measure` they are measured here. `layers` is as in `penstock.split`.
+    - costs of layers for microbatches of `mb_size` samples; `batch` is a number of samples.
+    - a table of stages, with `mb_size` and `batch` likewise; `memory` is for activations alone.
+
+    Each rank has `memory`, of which parameters take `bytes_per_parameter_byte` times their size:
+    by default with their gradient and Adam's two moments.
+    `microbatches` are the numbers to choose from, by default some divisors of the batch size, and
+    larger ones only if nothing else fits.
+    A message between ranks takes `delay` at least. `overhead` is the part of an action's time that
+    does not depend on the size of its microbatch: it is added to the times of layers, and is in
+    those of a table.
+
+    `keep` rows are kept. Searches take about `seconds` at most, and more `effort` tries more.
+
+    >>> layers = [LayerCost(f"layer{n}", 3.0, 0.0, 1.0) for n in range(8)]
+    >>> plan(layers, 4, batch=16, mb_size=2, microbatches=8, stages_per_rank=1, memory=8).best
+    PlanRow(8 microbatches of 2, linear, time=54, bubble=11.11%, memory=8, gap=0.00%)
+    """
+    question = Question(
+        num_ranks=to_count("num_ranks", num_ranks),
+        memory=inf if memory is None else to_amount("memory", memory, above_zero=True),
+        delay=to_amount("delay", delay),
+        overhead=to_amount("overhead", overhead),
+        stages_per_rank=to_counts("stages_per_rank", stages_per_rank),
+        bytes_per_parameter_byte=to_amount("bytes_per_parameter_byte", bytes_per_parameter_byte),
+    )
+    limits = Limits(
+        seconds=to_amount("seconds", seconds, above_zero=True),
+        effort=to_amount("effort", effort, above_zero=True),
+        keep=to_count("keep", keep),
+    )
+    source: AbstractSource
+    if isinstance(what, nn.Module):
+        _refuse("mb_size", mb_size, "A model is given the whole batch, and microbatches of it.")
+        own = _read_model(what, batch, kwargs, layers, measure, speed)
+        source = LayerSource(own, question)
+    else:
+        given = {"kwargs": kwargs, "layers": layers, "measure": measure or None, "speed": speed}
+        for name, value in given.items():
+            _refuse(name, value, "It is for a model, but costs were given.")
+        source = _read_costs(what, batch, mb_size, question)
+    wanted = None if microbatches is None else to_counts("microbatches", microbatches)
+    gathered = _gather(source, wanted, question.num_ranks)
+    if not gathered.choices:
+        raise _no_plan(gathered.refused, source.batch_size, question.memory)
+    return gathered.plan(limits)
+
+
+def _read_model(
+    model: nn.Module,
+    batch: Any,
+    kwargs: dict[str, Any] | None,
+    layers: Sequence[Any] | None,
+    measure: bool,
+    speed: float | None,
+) -> LayersOfBatch:
+    if measure:
+        _refuse("speed", speed, "It is for counted costs, but measure is True.")
+    args = (batch,) if isinstance(batch, Tensor) else batch
+    if not isinstance(args, tuple | list):
+        raise CostError(
+            f"batch is {batch!r}. Expected the model's arguments for a whole batch: a tuple of "
+            "tensors, which may be on the meta device."
+        )
+    pace = 1.0 if speed is None else to_amount("speed", speed, above_zero=True)
+    return ModelLayers(model, tuple(args), kwargs or {}, layers, measure, pace)
+
+
+def _read_costs(what: Any, batch: Any, mb_size: int | None, question: Question) -> AbstractSource:
+    if not isinstance(what, CostTable | Sequence):
+        raise CostError(
+            f"what is {what!r}. Expected a model, a sequence of LayerCost, or a CostTable."
+        )
+    if mb_size is None:
+        raise CostError(
+            "mb_size is missing. Give the number of samples in the microbatch for which the costs "
+            "were counted or measured."
+        )
+    sizes = to_count("mb_size", mb_size), to_count("batch", batch)
+    if isinstance(what, CostTable):
+        return TableSource(what, *sizes, question)
+    return LayerSource(GivenLayers(what, *sizes), question)
+
+
+def _refuse(name: str, value: object, reason: str) -> None:
+    if value is not None:
+        raise CostError(f"{name} is {value!r}. {reason} Leave it out.")
+
+
+class _Gathered:
+    """The choices so far, and what there can be no choice for."""
+
+    def __init__(self, source: AbstractSource) -> None:
+        self._source = source
+        self.choices: list[Choice] = []
+        self.refused: dict[tuple[int, Placement], Refusal] = {}
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether there is no choice, but would be with more memory."""
+        return not self.choices and any(no.least_memory < inf for no in self.refused.values())
+
+    def add(self, counts: Iterable[int]) -> None:
+        """All choices with these numbers of microbatches."""
+        for count in counts:
+            for placement in self._source.placements:
+                found = self._find(count, placement)
+                if isinstance(found, Refusal):
+                    self.refused[count, placement] = found
+                else:
+                    self.choices += found
+
+    def _find(self, count: int, placement: Placement) -> list[Choice] | Refusal:
+        batch_size = self._source.batch_size
+        if batch_size % count:
+            return Refusal(f"a batch of {batch_size} cannot be cut into {count} of one size")
+        return self._source.choices(count, placement)
+
+    def plan(self, limits: Limits) -> Plan:
+        outcome = choose(self.choices, limits)
+        return Plan(
+            rows=tuple(_row(found, self._source.batch_size) for found in outcome.found),
+            left_out=tuple(LeftOut(*shape, no.reason) for shape, no in self.refused.items()),
+            num_considered=len(self.choices),
+            lower_bound=outcome.lower_bound,
+            is_complete=outcome.is_complete,
+        )
+
+
+def _gather(source: AbstractSource, wanted: list[int] | None, num_ranks: int) -> _Gathered:
+    """The choices for the numbers of microbatches that are wanted, or for good ones."""
+    gathered = _Gathered(source)
+    counts = wanted or choose_counts(source.batch_size, num_ranks)
+    gathered.add(counts)
+    more = larger_counts(source.batch_size, counts[-1]) if wanted is None else []
+    while more and gathered.lacks_memory:
+        gathered.add([more.pop(0)])
+    return gathered
+
+
+def _row(found: Found, batch_size: int) -> PlanRow:
+    choice = found.choice
+    return PlanRow(
+        num_microbatches=choice.num_microbatches,
+        mb_size=batch_size // choice.num_microbatches,
+        placement=choice.placement,
+        partition=choice.partition,
+        cut_points=choice.cut_points,
+        costs=choice.costs,
+        parameter_memory=choice.parameter_memory,
+        result=found.result,
+    )
+
+
+def _no_plan(
+    refused: dict[tuple[int, Placement], Refusal], batch_size: int, memory: float
+) -> ScheduleError:
+    """The error for when there is no choice: it names the least memory, or every reason."""
+    (count, placement), nearest = min(refused.items(), key=lambda item: item[1].least_memory)
+    if nearest.least_memory == inf:
+        reasons = dict.fromkeys(refusal.reason for refusal in refused.values())
+        return ScheduleError(
+            f"There is no plan: {'; '.join(reasons)}. Give other microbatches, fewer ranks or "
+            "stages_per_rank, or a model with more layers."
+        )
+    cut = f", cut at {', '.join(nearest.cut_points)}" if nearest.cut_points else ""
+    return ScheduleError(
+        f"No plan fits: memory is {memory:g} on each rank. The smallest that fits is "
+        f"{in_full(nearest.least_memory)}: with {count} microbatches of {batch_size // count}, "
+        f"{describe(placement)}{cut}. Allow that, or use more ranks"
+        f"{' or more microbatches' if count < batch_size else ''}."
+    )

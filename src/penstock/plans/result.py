@@ -1,0 +1,161 @@
+"""What a plan holds: the best choices, and those that were left out."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.ir import Placement, Schedule
+from penstock.partition import Partition
+from penstock.planner import SearchResult
+from penstock.planner.registered import describe, registered
+from penstock.sim import CostTable
+from penstock.trace import SplitPoint
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanRow:
+    """One choice of a cut, a number of microbatches and a schedule: all that is needed to run it.
+
+    Times are of one batch, memory is of each rank; both in the units of the costs.
+    """
+
+    num_microbatches: int
+    mb_size: int
+    """Samples in a microbatch."""
+    placement: Placement
+    partition: Partition | None
+    """The layers of each stage; None if the stages were given."""
+    cut_points: tuple[str, ...]
+    """The first layer of each later stage, for `penstock.split`; none if the stages were given."""
+    costs: CostTable
+    """What the stages cost for one microbatch."""
+    parameter_memory: tuple[float, ...]
+    """What the parameters of each rank take, with all that belongs to them."""
+    result: SearchResult
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.result.schedule
+
+    @property
+    def schedule_name(self) -> str:
+        """The name of the algorithm, or "searched" if it is none that has a name."""
+        made = registered(self.placement, self.num_microbatches)
+        return next((name for name, schedule in made if schedule == self.schedule), "searched")
+
+    @property
+    def split_spec(self) -> dict[str, SplitPoint]:
+        """The cut as `penstock.pipeline` takes it."""
+        return dict.fromkeys(self.cut_points, SplitPoint.BEGINNING)
+
+    @property
+    def time(self) -> float:
+        """What a step takes, from the first start to the last end."""
+        return self.result.time
+
+    @property
+    def bubble(self) -> float:
+        """The share of that time in which the ranks do not compute."""
+        return self.result.report.bubble_by_makespan
+
+    @property
+    def gap(self) -> float:
+        """By which share another schedule could at most be faster: see `SearchResult`."""
+        return self.result.gap
+
+    @property
+    def memory(self) -> tuple[float, ...]:
+        """The most that each rank holds, parameters and activations."""
+        ranks = zip(self.parameter_memory, self.result.report.ranks, strict=True)
+        return tuple(fixed + rank.peak_memory for fixed, rank in ranks)
+
+    def __repr__(self) -> str:
+        return (
+            f"PlanRow({self.num_microbatches} microbatches of {self.mb_size}, "
+            f"{describe(self.placement)}, time={self.time:g}, bubble={self.bubble:.2%}, "
+            f"memory={max(self.memory):g}, gap={self.gap:.2%})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A choice that cannot be run, and why."""
+
+    num_microbatches: int
+    placement: Placement
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan:
+    """The best rows first; `str()` is a table."""
+
+    rows: tuple[PlanRow, ...]
+    left_out: tuple[LeftOut, ...]
+    num_considered: int
+    """How many cuts with their numbers of microbatches were compared."""
+    lower_bound: float
+    """No schedule for any of these is faster."""
+    is_complete: bool
+    """Whether every search came to its end, or some were stopped by the time budget."""
+
+    @property
+    def best(self) -> PlanRow:
+        return self.rows[0]
+
+    @property
+    def gap(self) -> float:
+        """By which share the best row is slower than the lower bound."""
+        gap = self.best.time / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
+        return gap if gap > 1e-9 else 0.0
+
+    def __repr__(self) -> str:
+        return f"Plan(best={self.best!r}, rows={len(self.rows)}, left_out={len(self.left_out)})"
+
+    def __str__(self) -> str:
+        header = ("microbatches", "size", "time", "bubble", "memory", "gap", "placement")
+        rows = [
+            (
+                str(row.num_microbatches),
+                str(row.mb_size),
+                f"{row.time:.5g}",
+                f"{row.bubble:.2%}",
+                f"{max(row.memory):.5g}",
+                f"{row.gap:.2%}",
+                describe(row.placement),
+                row.schedule_name,
+            )
+            for row in self.rows
+        ]
+        stopped = "" if self.is_complete else " (stopped by its time budget)"
+        return "\n".join(
+            [
+                f"time {self.best.time:.5g}, bound {self.lower_bound:.5g} over "
+                f"{self.num_considered} choices, gap {self.gap:.2%}{stopped}",
+                *_align([(*header, "schedule"), *rows]),
+                *_reasons(self.left_out),
+            ]
+        )
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table: numbers to the right, the last two columns to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index >= len(row) - 2 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _reasons(left_out: Sequence[LeftOut]) -> list[str]:
+    """One line for each number of microbatches and reason, with the placements that share it."""
+    shared: defaultdict[tuple[int, str], list[str]] = defaultdict(list)
+    for choice in left_out:
+        shared[choice.num_microbatches, choice.reason].append(describe(choice.placement))
+    return [
+        f"left out: {count} microbatches ({'; '.join(where)}): {reason}"
+        for (count, reason), where in shared.items()
+    ]

@@ -1,0 +1,30 @@
+"""Numbers as users give them: checked."""
+
+from collections.abc import Iterable
+from math import inf
+from numbers import Real
+from typing import Any
+
+from penstock.errors import CostError
+
+
+def to_count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CostError(f"{name} is {value!r}. Expected a whole number, at least 1.")
+    return value
+
+
+def to_counts(name: str, values: Any) -> list[int]:
+    """Whole numbers in order, each once; one may be given by itself."""
+    each = list(values) if isinstance(values, Iterable) else [values]
+    if not each:
+        raise CostError(f"{name} is empty. Give at least one whole number.")
+    return sorted({to_count(name, value) for value in each})
+
+
+def to_amount(name: str, value: Any, *, above_zero: bool = False) -> float:
+    is_number = isinstance(value, Real) and 0 <= float(value) < inf
+    if not is_number or (above_zero and value == 0):
+        expected = "above 0" if above_zero else "that is not negative"
+        raise CostError(f"{name} is {value!r}. Expected a finite number {expected}.")
+    return float(value)

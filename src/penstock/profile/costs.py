@@ -1,0 +1,130 @@
+"""A cost table of real stages on real ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.comm import AbstractComm
+from penstock.errors import CostError
+from penstock.ir import Placement, Schedule
+from penstock.runtime import Pipeline
+from penstock.runtime.exchange import decide
+from penstock.runtime.measure import Measuring, join
+from penstock.runtime.messages import Form
+from penstock.runtime.meter import Meter
+from penstock.runtime.pilot import AbstractPilot
+from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
+from penstock.runtime.routes import Key, Routes
+from penstock.runtime.safe import safe_schedule
+from penstock.runtime.step import LossFn
+from penstock.sim import CostTable
+from penstock.stage import PipelineStage, stand_in_for
+from penstock.trace.costs import kept_as_it_was
+
+
+def measure_costs(
+    stages: PipelineStage | Sequence[PipelineStage],
+    n_microbatches: int,
+    loss_fn: LossFn,
+    *args: Any,
+    target: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    loss_kwargs: dict[str, Any] | None = None,
+    args_chunk_spec: Any = None,
+    kwargs_chunk_spec: Any = None,
+    repeats: int = 3,
+    warm_up: int = 1,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> CostTable:
+    """What the stages cost: seconds and bytes, measured in steps with this batch.
+
+    All ranks must call it, each with its own stages and with what it would give `step`; all get
+    the same table. `warm_up` steps count memory, `repeats` steps are timed with the backward
+    split and as many with full backwards. Gradients, buffers and the random state are left as
+    they were; hooks on gradients run as in training.
+    """
+    for name, value in (("repeats", repeats), ("warm_up", warm_up)):
+        if not isinstance(value, int) or value < 1:
+            raise CostError(f"{name} is {value!r}. Expected a whole number, at least 1.")
+    pilot = _CostPilot(warm_up, repeats)
+    pipeline = Pipeline(
+        stages,
+        pilot,
+        n_microbatches=n_microbatches,
+        loss_fn=loss_fn,
+        args_chunk_spec=args_chunk_spec,
+        kwargs_chunk_spec=kwargs_chunk_spec,
+        timeout=timeout,
+    )
+    own_args, own_kwargs = pytree.tree_map_only(Tensor, stand_in_for, (args, kwargs or {}))
+    modules = [stage.submod for stage in pipeline.stages.values()]
+    if isinstance(loss_fn, nn.Module):
+        modules.append(loss_fn)
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(kept_as_it_was(module))
+            stack.enter_context(_without_grads(module))
+        while pilot.costs is None:
+            pipeline.step(
+                *own_args,
+                target=target,
+                return_outputs=False,
+                loss_kwargs=loss_kwargs,
+                **own_kwargs,
+            )
+    pipeline.close()
+    return pilot.costs
+
+
+class _CostPilot(AbstractPilot):
+    """Lets a pipeline run the steps that costs are measured in, and then has them."""
+
+    def __init__(self, warm_up: int, repeats: int) -> None:
+        self.costs: CostTable | None = None
+        self._counts = warm_up, repeats
+
+    @property
+    def options(self) -> str:
+        return "warm_up {}, repeats {}".format(*self._counts)
+
+    def start(
+        self,
+        comm: AbstractComm,
+        device: torch.device,
+        placement: Placement,
+        num_microbatches: int,
+    ) -> Schedule:
+        warm_up, repeats = self._counts
+        self._comm, self._device = comm, device
+        self._measuring = Measuring(
+            safe_schedule(placement, num_microbatches), device, warm_up=warm_up, repeats=repeats
+        )
+        return self._measuring.schedule
+
+    def make_meter(self) -> Meter:
+        return self._measuring.make_meter()
+
+    def end_step(self, meter: Meter | None, routes: Routes, forms: Mapping[Key, Form]) -> Schedule:
+        assert meter is not None
+        self._measuring.take(meter)
+        if self._measuring.is_done:
+            share = self._measuring.share(self._comm, routes, forms)
+            self.costs = decide(self._comm, self._device, share, join, "the costs of all stages")
+        return self._measuring.schedule
+
+
+@contextmanager
+def _without_grads(module: nn.Module) -> Iterator[None]:
+    """Takes gradients off the parameters, and puts the same tensors back."""
+    before = [(parameter, parameter.grad) for parameter in module.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad

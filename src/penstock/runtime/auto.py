@@ -1,0 +1,224 @@
+"""The schedule that is found while training.
+
+    steps    1         2 …        3 …       4 5 6 …
+    run      safe      safe       safe      the best that was found
+             split     split      whole
+    for      memory    times      times     training; a few are timed to see what was gained
+
+Behind step 3 all ranks send rank 0 what they measured, it searches, and all go on with what it
+found. Every step trains: only the order of its actions differs.
+"""
+
+import logging
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from penstock.comm import AbstractComm
+from penstock.errors import ScheduleError, StageError
+from penstock.ir import Placement, Schedule, StageId
+from penstock.runtime.exchange import decide
+from penstock.runtime.measure import Measuring, Share, join, receipt_s
+from penstock.runtime.messages import Form
+from penstock.runtime.meter import Meter
+from penstock.runtime.pilot import AbstractPilot
+from penstock.runtime.plan import Plan, make_plan
+from penstock.runtime.routes import Key, Routes
+from penstock.runtime.safe import safe_schedule
+from penstock.sim.engine import duration
+
+LOGGER = logging.getLogger("penstock")
+DEFAULT_SEARCH_S = 10.0
+# How many steps of a new schedule are timed; the first is left out, as it may have to set up.
+_NUM_TIMED = 6
+# Every how many steps it is looked whether times have drifted.
+_LOOK_EVERY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AutoOptions:
+    """How a schedule is found: see `Pipeline`."""
+
+    memory: float | tuple[float, ...] | None
+    replan_when: float | None
+    measure_steps: int
+    search_seconds: float
+
+    def __post_init__(self) -> None:
+        caps = self.memory if isinstance(self.memory, tuple) else (self.memory,)
+        if self.memory is not None and not all(map(_is_positive, caps)):
+            raise StageError(
+                f"memory is {self.memory!r}. Expected bytes that a rank may hold for its "
+                "microbatches: a positive number, or one for each rank."
+            )
+        if self.replan_when is not None and not _is_positive(self.replan_when):
+            raise StageError(
+                f"replan_when is {self.replan_when!r}. Expected a share such as 0.2, to plan again "
+                "when times have changed by more than 20 %, or None."
+            )
+        if not isinstance(self.measure_steps, int) or self.measure_steps < 1:
+            raise StageError(
+                f"measure_steps is {self.measure_steps!r}. Expected a whole number, at least 1."
+            )
+        if not _is_positive(self.search_seconds):
+            raise StageError(
+                f"search_seconds is {self.search_seconds!r}. Expected a positive number."
+            )
+
+    @classmethod
+    def of(
+        cls,
+        memory: float | Iterable[float] | None,
+        replan_when: float | None,
+        measure_steps: int,
+        search_seconds: float,
+    ) -> "AutoOptions":
+        caps = tuple(memory) if isinstance(memory, Iterable) else memory
+        return cls(caps, replan_when, measure_steps, search_seconds)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+    def caps(self, num_ranks: int) -> tuple[float, ...] | None:
+        """The memory of each rank."""
+        if self.memory is None or isinstance(self.memory, tuple):
+            if self.memory is not None and len(self.memory) != num_ranks:
+                raise StageError(
+                    f"memory has {len(self.memory)} values, but there are {num_ranks} ranks. "
+                    "Expected one number, or one for each rank."
+                )
+            return self.memory
+        return (self.memory,) * num_ranks
+
+
+@dataclass(slots=True)
+class _Following:
+    """A plan that is being run, and what was seen of it."""
+
+    schedule: Schedule
+    plan: Plan
+    receipts_s: dict[int, float]
+    before_s: float
+    """What a step took before it, by measure."""
+    num_steps: int = 0
+    timed_s: list[float] = field(default_factory=list)
+    num_drifted: int = 0
+    """In how many of the last steps that were looked at times had drifted."""
+
+    def drift(self, meter: Meter) -> float:
+        """By which share the time of a stage of this rank differs from what was planned with."""
+        found: defaultdict[StageId, float] = defaultdict(float)
+        planned: defaultdict[StageId, float] = defaultdict(float)
+        for action, timing in meter.timings.items():
+            found[action.stage] += timing.cost_s(receipt_s(action, self.receipts_s))
+            planned[action.stage] += duration(action, self.plan.costs)
+        return max(abs(found[stage] / planned[stage] - 1) for stage in found)
+
+
+class Auto(AbstractPilot):
+    """Measures the first steps, plans, and looks after the plan."""
+
+    def __init__(self, options: AutoOptions, timeout_s: float) -> None:
+        self._options = options
+        # The others wait for rank 0 while it searches.
+        self._search_s = min(options.search_seconds, timeout_s / 2)
+
+    @property
+    def options(self) -> str:
+        return f"auto, {self._options}"
+
+    def start(
+        self,
+        comm: AbstractComm,
+        device: torch.device,
+        placement: Placement,
+        num_microbatches: int,
+    ) -> Schedule:
+        self._comm, self._device = comm, device
+        self._caps = self._options.caps(comm.num_ranks)
+        self._safe = safe_schedule(placement, num_microbatches)
+        self._phase: Measuring | _Following = self._measure()
+        return self._phase.schedule
+
+    def make_meter(self) -> Meter | None:
+        phase = self._phase
+        if isinstance(phase, Measuring):
+            return phase.make_meter()
+        is_timed = phase.num_steps < _NUM_TIMED or self._is_looking(phase)
+        return Meter(self._device) if is_timed else None
+
+    def end_step(self, meter: Meter | None, routes: Routes, forms: Mapping[Key, Form]) -> Schedule:
+        phase = self._phase
+        if isinstance(phase, Measuring):
+            assert meter is not None
+            phase.take(meter)
+            if phase.is_done:
+                share = phase.share(self._comm, routes, forms)
+                self._phase = self._plan(share, statistics.median(phase.step_times_s))
+        elif meter is None:
+            phase.num_steps += 1
+        elif self._has_drifted(phase, meter):
+            self._phase = self._measure()
+        else:
+            phase.num_steps += 1
+            self._time(phase, meter)
+        return self._phase.schedule
+
+    def _measure(self) -> Measuring:
+        repeats = self._options.measure_steps
+        return Measuring(self._safe, self._device, warm_up=1, repeats=repeats)
+
+    def _plan(self, share: Share, before_s: float) -> _Following:
+        def choose(shares: list[Share]) -> Plan | ScheduleError:
+            try:
+                return make_plan(join(shares), self._safe, self._caps, self._search_s)
+            except ScheduleError as error:
+                return error  # For all ranks to raise.
+
+        plan = decide(self._comm, self._device, share, choose, "the plan for the next steps")
+        if isinstance(plan, ScheduleError):
+            raise plan
+        if self._comm.rank == 0:
+            LOGGER.info("%s", plan)
+        schedule = Schedule.from_csv(plan.csv) if plan.is_new else self._safe
+        return _Following(schedule, plan, share.receipts_s, before_s)
+
+    def _time(self, phase: _Following, meter: Meter) -> None:
+        """See what the plan has gained, and tell it once."""
+        phase.timed_s.append(meter.ended_s - meter.began_s)
+        if phase.num_steps == _NUM_TIMED and phase.plan.is_new and self._comm.rank == 0:
+            after_s = statistics.median(phase.timed_s[1:])
+            LOGGER.info(
+                "measured: %.2f times as fast, %.4g ms a step before and %.4g ms now",
+                phase.before_s / after_s,
+                phase.before_s * 1e3,
+                after_s * 1e3,
+            )
+
+    def _is_looking(self, phase: _Following) -> bool:
+        """Whether the next step is one in which drift is looked for; the same on all ranks."""
+        if self._options.replan_when is None or phase.num_steps < _NUM_TIMED:
+            return False
+        return phase.num_drifted > 0 or phase.num_steps % _LOOK_EVERY == 0
+
+    def _has_drifted(self, phase: _Following, meter: Meter) -> bool:
+        """Whether it is time to plan again: once may be by chance, twice is not."""
+        limit = self._options.replan_when
+        if limit is None or not self._is_looking(phase):
+            return False
+        drift = decide(
+            self._comm, self._device, phase.drift(meter), max, "how far times have drifted"
+        )
+        phase.num_drifted = phase.num_drifted + 1 if drift > limit else 0
+        if phase.num_drifted < 2:
+            return False
+        if self._comm.rank == 0:
+            LOGGER.info("times have changed by %.0f %%: measuring again", drift * 100)
+        return True
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

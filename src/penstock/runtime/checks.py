@@ -1,0 +1,97 @@
+"""Checks of what a pipeline is given, before anything runs."""
+
+from penstock import schedules
+from penstock.errors import StageError
+from penstock.ir import Schedule
+from penstock.stage import PipelineStage
+
+_LONGEST_TIMEOUT_S = 365 * 24 * 3600
+
+
+def as_schedule(
+    schedule: Schedule | str, stages: list[PipelineStage], n_microbatches: int | None
+) -> Schedule:
+    """The schedule itself, or the one of that name for these stages."""
+    if isinstance(schedule, str):
+        if n_microbatches is None:
+            raise StageError(
+                f"schedule is the name {schedule!r}, which does not say how many microbatches. "
+                "Give n_microbatches too, or a Schedule."
+            )
+        generator = schedules.get(schedule)
+        return generator(
+            num_ranks=stages[0].group_size,
+            num_microbatches=n_microbatches,
+            stages_per_rank=len(stages),
+        )
+    if not isinstance(schedule, Schedule):
+        raise StageError(
+            f"schedule is {schedule!r}. Expected a penstock.Schedule, or the name of one with "
+            "n_microbatches."
+        )
+    if n_microbatches not in (None, schedule.num_microbatches):
+        raise StageError(
+            f"n_microbatches is {n_microbatches}, but the schedule has "
+            f"{schedule.num_microbatches}. Leave it out, or make the schedule for as many."
+        )
+    schedule.verify()
+    return schedule
+
+
+def check_count(n_microbatches: int | None) -> int:
+    """Raises unless this is a number of microbatches."""
+    if not isinstance(n_microbatches, int) or n_microbatches < 1:
+        raise StageError(
+            f"n_microbatches is {n_microbatches!r}. Expected a whole number, at least 1."
+        )
+    return n_microbatches
+
+
+def check_timeout(timeout: float) -> float:
+    """Raises unless this is a time that can be waited."""
+    if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST_TIMEOUT_S:
+        raise StageError(
+            f"timeout is {timeout!r}. Expected seconds, more than 0 and at most a year."
+        )
+    return float(timeout)
+
+
+def check_stages(stages: list[PipelineStage]) -> None:
+    """Raises unless these can be the stages of one rank."""
+    for stage in stages:
+        if not isinstance(stage, PipelineStage):
+            raise StageError(
+                f"stages holds a {type(stage).__name__}. Expected penstock.PipelineStage: import "
+                "the stage from penstock too."
+            )
+    if not stages:
+        raise StageError("stages is empty. Give the stages that this rank holds.")
+    for name in ("num_stages", "group", "device", "cut"):
+        found = {str(getattr(stage, name)) or "none" for stage in stages}
+        if len(found) > 1:
+            raise StageError(
+                f"the stages of one rank differ in {name}: {', '.join(sorted(found))}. "
+                "Give all of them the same."
+            )
+
+
+def check_fit(schedule: Schedule, stages: list[PipelineStage]) -> None:
+    """Raises unless these are the stages that the schedule places on this rank."""
+    rank, num_ranks = stages[0].group_rank, stages[0].group_size
+    if num_ranks != schedule.num_ranks:
+        raise StageError(
+            f"the schedule is for {schedule.num_ranks} ranks, but the group has {num_ranks}. "
+            "Make it for as many as there are, or give the stages another group."
+        )
+    if stages[0].num_stages != schedule.num_stages:
+        raise StageError(
+            f"the schedule has {schedule.num_stages} stages, but the stages say that num_stages "
+            f"is {stages[0].num_stages}. Cut the model into {schedule.num_stages}."
+        )
+    held = sorted(stage.stage_index for stage in stages)
+    expected = list(schedule.placement.stages_of(rank))
+    if held != expected:
+        raise StageError(
+            f"rank {rank} was given stages {held}, but the schedule places {expected} there. "
+            f"Give it those: schedule.placement.stages_of({rank})."
+        )

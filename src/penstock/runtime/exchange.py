@@ -1,0 +1,58 @@
+"""Values that all ranks give and one rank decides on, by the pipeline's own channels.
+
+On those a rank that fails is noticed by all who wait for it, at once.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from penstock.comm import AbstractComm
+from penstock.ir import Rank
+
+Result = TypeVar("Result")
+
+
+def decide(
+    comm: AbstractComm,
+    device: torch.device,
+    value: Any,
+    choose: Callable[[list[Any]], Result],
+    what: str,
+) -> Result:
+    """Rank 0 chooses by the values of all ranks; all get what it chose. All ranks must call it.
+
+    `what` is what they wait for, if anyone has to be told.
+    """
+    others = range(1, comm.num_ranks)
+    if comm.rank > 0:
+        send_value(comm, device, 0, value, what)
+        result: Result = recv_value(comm, device, 0, f"{what} by rank 0")
+        return result
+    found = [recv_value(comm, device, rank, f"{what}: the share of rank {rank}") for rank in others]
+    chosen = choose([value, *found])
+    for rank in others:
+        send_value(comm, device, rank, chosen, what)
+    return chosen
+
+
+def send_value(
+    comm: AbstractComm, device: torch.device, receiver: Rank, value: Any, what: str
+) -> None:
+    """Send what can be pickled, and wait until it may be changed."""
+    body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    size = torch.tensor([len(body)], device=device)
+    transfers = [comm.send(tensor, receiver) for tensor in (size, body)]
+    for transfer in transfers:
+        transfer.wait(lambda: f"rank {receiver} to take {what}")
+
+
+def recv_value(comm: AbstractComm, device: torch.device, sender: Rank, what: str) -> Any:
+    """Wait for what `send_value` sends."""
+    size = torch.empty(1, dtype=torch.int64, device=device)
+    comm.recv(size, sender).wait(lambda: what)
+    body = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    comm.recv(body, sender).wait(lambda: what)
+    return pickle.loads(bytes(body.tolist()))

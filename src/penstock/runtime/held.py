@@ -1,0 +1,177 @@
+"""Counts the bytes that microbatches hold from one action to the next.
+
+An accelerator's allocator knows them. The CPU's does not: there every operation is watched while
+a stage runs, and each storage that one makes counts for as long as it is alive. The split
+backward is not disturbed by this, as it would be by hooks on what autograd saves; those count for
+compiled stages, whose operations cannot be watched and whose backward is never split.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.ir import Backward, BackwardInput, Forward, MicrobatchId, StageId
+from penstock.ir.action import SingleCompute
+from penstock.stage import PipelineStage
+
+Note: TypeAlias = Callable[[Any], None]
+
+
+class HeldBytes:
+    """What the microbatches of one rank hold in a step: bytes, one number per microbatch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.after_forward: defaultdict[StageId, list[int]] = defaultdict(list)
+        self.after_input: defaultdict[StageId, list[int]] = defaultdict(list)
+        self._live = _Watched() if device.type == "cpu" else _Allocated(device)
+        self._before = self._copied = 0
+        self._held: dict[tuple[StageId, MicrobatchId], int] = {}
+
+    def begin(self, arrived: Iterable[Any], copied: Iterable[Any] = ()) -> None:
+        """An action has what it waited for, which counts as its own, and begins to compute.
+
+        `copied` are copies of what a stage of this rank holds as its output, and would otherwise
+        have been shared: they count only once that stage may have let go of it.
+        """
+        tensors = [leaf for leaf in (*arrived, *copied) if isinstance(leaf, Tensor)]
+        self._live.note(tensors)
+        self._before = self._live.total() - _num_bytes(tensors)
+        self._copied = _num_bytes(leaf for leaf in copied if isinstance(leaf, Tensor))
+
+    def watching(self, stage: PipelineStage, arguments: Any) -> AbstractContextManager[Note]:
+        """While a stage computes: forward, loss or backward; gives what takes its outputs."""
+        return self._live.watching(stage, arguments)
+
+    def end(self, action: SingleCompute, given: Any) -> None:
+        """An action is done; `given` is what it has made for others, which is theirs."""
+        place = action.stage, action.mb
+        if isinstance(action, Forward):
+            self._held[place] = self._live.total() - self._before
+            self.after_forward[action.stage].append(max(0, self._held[place] - self._copied))
+        elif isinstance(action, BackwardInput):
+            tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+            self._live.note(tensors)
+            change = self._live.total() - self._before - _num_bytes(tensors)
+            self.after_input[action.stage].append(max(0, self._held.pop(place) + change))
+        elif isinstance(action, Backward):
+            del self._held[place]
+
+
+class _Allocated:
+    """Bytes by the accelerator's own count."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def note(self, tensors: Any) -> None:
+        """The allocator knows them."""
+
+    @contextmanager
+    def watching(self, stage: PipelineStage, arguments: Any) -> Iterator[Note]:
+        yield self.note
+
+    def total(self) -> int:
+        torch.accelerator.synchronize(self._device)
+        return torch.accelerator.memory_allocated(self._device)
+
+
+class _Watched:
+    """Bytes of the storages that were noted and are still alive."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            storage = _storage_of(tensor)
+            if storage is not None:
+                weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's is untyped
+                self._storages.setdefault(storage._cdata, (weak, storage.nbytes()))
+
+    def total(self) -> int:
+        self._storages = {
+            key: (storage, num_bytes)
+            for key, (storage, num_bytes) in self._storages.items()
+            if not storage.expired()  # type: ignore[no-untyped-call]  # torch's is untyped
+        }
+        return sum(num_bytes for _, num_bytes in self._storages.values())
+
+    @contextmanager
+    def watching(self, stage: PipelineStage, arguments: Any) -> Iterator[Note]:
+        if not stage.is_compiled:
+            with _Watch(self):
+                yield note_nothing
+            return
+        given = [*stage.submod.parameters(), *stage.submod.buffers(), arguments]
+        known = _addresses(given)
+
+        def note(values: Any) -> None:
+            self.note(value for value in pytree.tree_leaves(values) if _is_new(value, known))
+
+        def pack(tensor: Tensor) -> Tensor:
+            note(tensor)
+            return tensor
+
+        untraced = torch.compiler.disable(pack)  # type: ignore[no-untyped-call]  # torch's is
+        with torch.autograd.graph.saved_tensors_hooks(untraced, _as_it_is):
+            yield note
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """Notes the storages that operations make; a view or a result in place makes none."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, watched: _Watched) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
+        self._watched = watched
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        known = _addresses((args, kwargs))
+        self._watched.note(x for x in pytree.tree_leaves(results) if _is_new(x, known))
+        return results
+
+
+def note_nothing(outputs: Any) -> None:
+    """What takes the outputs of a stage whose operations are watched, or of which none are."""
+
+
+def _addresses(values: Any) -> set[int]:
+    """Where the storages of all tensors in a nested value are."""
+    found = map(_storage_of, pytree.tree_leaves(values))
+    return {storage._cdata for storage in found if storage is not None}
+
+
+def _is_new(value: Any, known: set[int]) -> bool:
+    storage = _storage_of(value)
+    return storage is not None and storage._cdata not in known
+
+
+def _storage_of(value: Any) -> torch.UntypedStorage | None:
+    """The memory of a dense tensor; None for all else."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+        return None
+    try:
+        return value.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # A tensor that only wraps others has none.
+        return None
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    """What the tensors take, each storage once."""
+    found = (storage for tensor in tensors if (storage := _storage_of(tensor)) is not None)
+    return sum({storage._cdata: storage.nbytes() for storage in found}.values())

@@ -1,0 +1,178 @@
+"""Costs from real steps: which steps to run for them, and what follows from their times.
+
+Three kinds of steps, all of one schedule: the first warm up, and count memory; then come steps
+with the backward split, then steps with full backwards. Behind them messages are timed.
+"""
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from penstock.comm import AbstractComm
+from penstock.ir import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Placement,
+    Schedule,
+    StageId,
+)
+from penstock.ir.action import SingleCompute
+from penstock.passes import split_backward
+from penstock.runtime.held import HeldBytes
+from penstock.runtime.messages import Form
+from penstock.runtime.meter import Meter, Timing
+from penstock.runtime.pings import Edge, measure_edges
+from penstock.runtime.routes import Key, Routes
+from penstock.sim import CostTable
+
+
+class _Kind(Enum):
+    """What a step is run for."""
+
+    WARM_UP = auto()
+    SPLIT = auto()
+    WHOLE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """What one stage costs: seconds and bytes, each the median over microbatches and steps."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    backward: float
+    after_forward: float
+    after_input: float
+
+
+class Measuring:
+    """Steps of a schedule with full backwards that find out what its stages cost.
+
+    `schedule` is what the next step has to run, with `make_meter()`; `take` takes what it showed.
+    """
+
+    def __init__(
+        self, schedule: Schedule, device: torch.device, *, warm_up: int, repeats: int
+    ) -> None:
+        self._whole, self._split = schedule, split_backward(schedule)
+        self._device = device
+        self._left = deque(
+            [_Kind.WARM_UP] * warm_up + [_Kind.SPLIT] * repeats + [_Kind.WHOLE] * repeats
+        )
+        self._timings: defaultdict[tuple[type, StageId], list[Timing]] = defaultdict(list)
+        self._held = HeldBytes(device)
+        self.step_times_s: list[float] = []
+        """Of the steps with full backwards."""
+
+    @property
+    def is_done(self) -> bool:
+        return not self._left
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._whole if not self._left or self._left[0] is _Kind.WHOLE else self._split
+
+    def make_meter(self) -> Meter:
+        if self._left[0] is _Kind.WARM_UP:
+            self._held = HeldBytes(self._device)
+            return Meter(self._device, self._held)
+        return Meter(self._device)
+
+    def take(self, meter: Meter) -> None:
+        """What a step has shown; then the next one may begin."""
+        kind = self._left.popleft()
+        if kind is _Kind.WARM_UP:
+            return
+        if kind is _Kind.WHOLE:
+            self.step_times_s.append(meter.ended_s - meter.began_s)
+        for action, timing in meter.timings.items():
+            self._timings[type(action), action.stage].append(timing)
+
+    def share(self, comm: AbstractComm, routes: Routes, forms: Mapping[Key, Form]) -> "Share":
+        """What this rank has to say; all ranks must call it, as messages are timed."""
+        placement = self._whole.placement
+        edges = measure_edges(
+            comm, self._device, placement, _sent_on_edges(routes, placement, forms)
+        )
+        stages = placement.stages_of(comm.rank)
+        receipts_s = {edge: found.receipt_s for edge, found in edges.items()}
+        costs = {stage: self._costs(stage, receipts_s) for stage in stages}
+        return Share(costs, edges)
+
+    def _costs(self, stage: StageId, receipts_s: Mapping[int, float]) -> StageCosts:
+        def median_s(kind: type[SingleCompute]) -> float:
+            taking_s = receipt_s(kind(stage, 0), receipts_s)
+            return statistics.median(
+                timing.cost_s(taking_s) for timing in self._timings[kind, stage]
+            )
+
+        forward, backward = median_s(Forward), median_s(Backward)
+        after_forward = statistics.median(self._held.after_forward[stage])
+        if not self._timings[BackwardInput, stage]:  # It is compiled: its backward stays whole.
+            return StageCosts(forward, backward, 0.0, backward, after_forward, 0.0)
+        return StageCosts(
+            forward,
+            median_s(BackwardInput),
+            median_s(BackwardWeight),
+            backward,
+            after_forward,
+            statistics.median(self._held.after_input[stage]),
+        )
+
+
+def _sent_on_edges(
+    routes: Routes, placement: Placement, forms: Mapping[Key, Form]
+) -> dict[int, Form]:
+    """The form of the first microbatch's activation on each edge, where it is known here."""
+    found = {}
+    for edge in range(placement.num_stages - 1):
+        key = routes.needed_from_neighbour(Forward(edge + 1, 0))
+        if key is not None and key in forms:
+            found[edge] = forms[key]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of a cost table."""
+
+    stages: dict[StageId, StageCosts]
+    edges: dict[int, Edge]
+
+    @property
+    def receipts_s(self) -> dict[int, float]:
+        return {edge: found.receipt_s for edge, found in self.edges.items()}
+
+
+def receipt_s(action: SingleCompute, receipts_s: Mapping[int, float]) -> float:
+    """What it takes an action to take its message if that is there already, by edge."""
+    edge = action.stage - 1 if isinstance(action, Forward) else action.stage
+    return receipts_s.get(edge, 0.0)
+
+
+def join(shares: Iterable[Share]) -> CostTable:
+    """The cost table of all ranks."""
+    stages: dict[StageId, StageCosts] = {}
+    edges: dict[int, Edge] = {}
+    for share in shares:
+        stages |= share.stages
+        edges |= share.edges
+    in_order = [stages[stage] for stage in sorted(stages)]
+    links = [edges[edge] for edge in sorted(edges)]
+    return CostTable(
+        forward=[costs.forward for costs in in_order],
+        backward_input=[costs.backward_input for costs in in_order],
+        backward_weight=[costs.backward_weight for costs in in_order],
+        backward=[costs.backward for costs in in_order],
+        after_forward=[costs.after_forward for costs in in_order],
+        after_input=[costs.after_input for costs in in_order],
+        delay=[link.delay_s for link in links],
+        message_bytes=[link.message_bytes for link in links],
+    )

@@ -1,0 +1,120 @@
+"""How long messages take between real ranks: the same messages as in a step, there and back."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.comm import AbstractComm, Transfer
+from penstock.ir import Placement, Rank
+from penstock.runtime.exchange import recv_value, send_value
+from penstock.runtime.messages import Form
+from penstock.runtime.meter import now_s
+
+_NUM_PINGS = 9
+# A rank that waits in a step has slept for a while, and takes longer to wake up than one that has
+# only just fallen asleep.
+_PAUSE_S = 2e-3
+
+
+class Edge(NamedTuple):
+    """What messages between two neighbouring stages cost, on average of both directions."""
+
+    delay_s: float
+    """From when it has been sent to when it is there, less what its receiver has to do then."""
+    receipt_s: float
+    """What it takes to receive a message that is there already."""
+    message_bytes: int
+
+
+def measure_edges(
+    comm: AbstractComm, device: torch.device, placement: Placement, forms: Mapping[int, Form]
+) -> dict[int, Edge]:
+    """The edges that this rank has an end of; all ranks must call it.
+
+    `forms` has the form of the activation on each such edge between ranks.
+    """
+    edges = {}
+    for edge, ends in enumerate(zip(placement.ranks, placement.ranks[1:], strict=False)):
+        if comm.rank not in ends:
+            continue
+        sender, receiver = ends
+        if sender == receiver:
+            edges[edge] = Edge(0.0, 0.0, 0)
+            continue
+        tensors = [form.empty(device) for form in forms[edge].tensors]
+        ping = _Ping(comm, device, tensors, sender if comm.rank == receiver else receiver)
+        edges[edge] = ping.measure(is_first=comm.rank == sender)
+    return edges
+
+
+@dataclass(frozen=True, slots=True)
+class _Ping:
+    """One rank's end of an edge that is being measured."""
+
+    comm: AbstractComm
+    device: torch.device
+    tensors: Sequence[Tensor]
+    other: Rank
+
+    def measure(self, *, is_first: bool) -> Edge:
+        """The first end sends and waits for the answer; the other answers. Both get the result."""
+        what = "the time of a message"
+        if not is_first:
+            for _ in range(_NUM_PINGS):
+                self._receive()
+                self._send()
+            posted = [self._post() for _ in range(_NUM_PINGS)]
+            time.sleep(_PAUSE_S)  # So that they are there before they are awaited.
+            receipt_s = statistics.median(map(self._take, posted))
+            send_value(self.comm, self.device, self.other, receipt_s, what)
+            edge: Edge = recv_value(self.comm, self.device, self.other, what)
+            return edge
+        pairs = [self._ping() for _ in range(_NUM_PINGS)]
+        ahead = [self._start_sending() for _ in range(_NUM_PINGS)]
+        for transfers in ahead:
+            self._finish_sending(transfers)
+        receipt_s = recv_value(self.comm, self.device, self.other, what)
+        round_trip_s, sending_s = map(statistics.median, zip(*pairs, strict=True))
+        delay_s = max(0.0, round_trip_s / 2 - sending_s - receipt_s)
+        edge = Edge(delay_s, receipt_s, sum(tensor.nbytes for tensor in self.tensors))
+        send_value(self.comm, self.device, self.other, edge, what)
+        return edge
+
+    def _ping(self) -> tuple[float, float]:
+        """The times of a round trip, and of its first send."""
+        time.sleep(_PAUSE_S)
+        began_s = now_s(self.device)
+        transfers = self._start_sending()
+        sent_s = now_s(self.device)
+        self._receive()
+        ended_s = now_s(self.device)
+        self._finish_sending(transfers)
+        return ended_s - began_s, sent_s - began_s
+
+    def _send(self) -> None:
+        self._finish_sending(self._start_sending())
+
+    def _start_sending(self) -> list[Transfer]:
+        return [self.comm.send(tensor, self.other) for tensor in self.tensors]
+
+    def _finish_sending(self, transfers: list[Transfer]) -> None:
+        for transfer in transfers:
+            transfer.wait(lambda: f"rank {self.other} to take a message that is timed")
+
+    def _receive(self) -> None:
+        self._take(self._post())
+
+    def _post(self) -> list[Transfer]:
+        return [self.comm.recv(tensor, self.other) for tensor in self.tensors]
+
+    def _take(self, transfers: list[Transfer]) -> float:
+        """Wait for what was posted; returns how long that took."""
+        began_s = now_s(self.device)
+        for transfer in transfers:
+            transfer.wait(lambda: f"a message that is timed, from rank {self.other}")
+        return now_s(self.device) - began_s

@@ -1,0 +1,91 @@
+"""A better schedule for measured costs, if there is one: what it promises, and in words."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ScheduleError
+from penstock.ir import Schedule
+from penstock.planner import search
+from penstock.sim import CostTable, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What the simulator says of a schedule."""
+
+    step_s: float
+    bubble: float
+    peak_memory: float
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: CostTable) -> "Outlook":
+        report = simulate(schedule, costs)
+        return cls(report.makespan, report.bubble_by_makespan, report.peak_memory)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.step_s * 1e3:.4g} ms a step, bubble {self.bubble:.1%}, "
+            f"memory {_in_words(self.peak_memory)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The schedule to go on with, and what it was chosen by."""
+
+    csv: str
+    costs: CostTable
+    before: Outlook
+    after: Outlook
+    is_new: bool
+    gap: float
+    """By which share what was found is slower than the proven lower bound."""
+
+    def __str__(self) -> str:
+        if not self.is_new:
+            return f"kept the schedule: none that was found is faster ({self.before})"
+        gain = self.before.step_s / self.after.step_s
+        return (
+            f"changed the schedule: {gain:.2f} times as fast as the first steps' is expected, "
+            f"within {self.gap:.1%} of the lower bound\n"
+            f"  before: {self.before}\n"
+            f"  after:  {self.after}"
+        )
+
+
+def make_plan(
+    costs: CostTable, safe: Schedule, memory: Sequence[float] | None, seconds: float
+) -> Plan:
+    """The fastest schedule that fits; `safe` if nothing is faster. Raises if nothing fits."""
+    placement = safe.placement
+    found = search(
+        costs,
+        placement.num_ranks,
+        safe.num_microbatches,
+        memory=memory,
+        placements=[placement],
+        seconds=seconds,
+    )
+    found.schedule.verify(costs=costs, memory_cap=memory)
+    before, after = Outlook.of(safe, costs), Outlook.of(found.schedule, costs)
+    keeps = before.step_s <= after.step_s and _fits(safe, costs, memory)
+    if keeps:
+        return Plan(safe.to_csv(), costs, before, before, is_new=False, gap=found.gap)
+    return Plan(found.schedule.to_csv(), costs, before, after, is_new=True, gap=found.gap)
+
+
+def _in_words(num_bytes: float) -> str:
+    """Bytes in the unit that gives a short number: 2.5 MB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000 or unit == "GB":
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} {unit}"
+
+
+def _fits(schedule: Schedule, costs: CostTable, memory: Sequence[float] | None) -> bool:
+    try:
+        schedule.verify(costs=costs, memory_cap=memory)
+    except ScheduleError:
+        return False
+    return True

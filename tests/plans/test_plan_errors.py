@@ -1,0 +1,73 @@
+"""What a plan is refused for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock import CostTable, LayerCost
+from penstock.errors import CostError
+
+LAYERS = [LayerCost("a", 1.0, 1.0, 1.0), LayerCost("b", 1.0, 1.0, 1.0)]
+BATCH = torch.zeros(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0. Expected a whole number, at least 1."),
+        ({"num_ranks": True}, "num_ranks is True. Expected a whole number"),
+        ({"keep": 0}, "keep is 0. Expected a whole number, at least 1."),
+        ({"batch": 2.5}, "batch is 2.5. Expected a whole number, at least 1."),
+        ({"mb_size": "x"}, "mb_size is 'x'. Expected a whole number, at least 1."),
+        ({"mb_size": None}, "mb_size is missing. Give the number of samples"),
+        ({"microbatches": []}, "microbatches is empty. Give at least one whole number."),
+        ({"microbatches": [2, 0]}, "microbatches is 0. Expected a whole number"),
+        ({"stages_per_rank": [0]}, "stages_per_rank is 0. Expected a whole number"),
+        ({"memory": 0}, "memory is 0. Expected a finite number above 0."),
+        ({"seconds": -1}, "seconds is -1. Expected a finite number above 0."),
+        ({"effort": 0.0}, "effort is 0.0. Expected a finite number above 0."),
+        ({"delay": -1}, "delay is -1. Expected a finite number that is not negative."),
+        ({"overhead": float("nan")}, "overhead is nan. Expected a finite number"),
+        ({"bytes_per_parameter_byte": "4"}, "bytes_per_parameter_byte is '4'. Expected a finite"),
+        ({"layers": ["a"]}, r"layers is \['a'\]. It is for a model, but costs were given. Leave"),
+        ({"measure": True}, "measure is True. It is for a model"),
+        ({"speed": 1.0}, "speed is 1.0. It is for a model"),
+        ({"kwargs": {}}, "kwargs is {}. It is for a model"),
+        ({"what": 3}, "what is 3. Expected a model, a sequence of LayerCost, or a CostTable."),
+        ({"what": []}, r"The costs of layers are \[\]. Expected at least one LayerCost"),
+        ({"what": [1.0]}, r"The costs of layers are \[1.0\]. Expected at least one LayerCost"),
+    ],
+)
+def test_wrong_question_about_costs_is_refused(options: dict[str, Any], message: str) -> None:
+    given = {"what": LAYERS, "num_ranks": 2, "batch": 4, "mb_size": 1, **options}
+    with pytest.raises(CostError, match=message):
+        penstock.plan(**given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mb_size": 2}, "mb_size is 2. A model is given the whole batch"),
+        ({"batch": 4}, "batch is 4. Expected the model's arguments for a whole batch: a tuple"),
+        ({"batch": ()}, "batch holds no tensor that can be cut into microbatches."),
+        ({"batch": (torch.tensor(1.0),)}, "batch holds no tensor that can be cut"),
+        ({"speed": 0}, "speed is 0. Expected a finite number above 0."),
+        ({"speed": 2, "measure": True}, "speed is 2. It is for counted costs, but measure is True"),
+        (
+            {"batch": BATCH.to("meta"), "measure": True},
+            "measure is True, but the model or the batch is on the meta device",
+        ),
+    ],
+)
+def test_wrong_question_about_a_model_is_refused(options: dict[str, Any], message: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(CostError, match=message):
+        penstock.plan(**{"what": model, "num_ranks": 2, "batch": BATCH, **options})
+
+
+def test_table_needs_the_size_of_its_microbatches() -> None:
+    with pytest.raises(CostError, match="mb_size is missing"):
+        penstock.plan(CostTable.uniform(2), 2, batch=4)

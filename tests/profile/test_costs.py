@@ -1,0 +1,192 @@
+"""Measured cost tables: the same on all ranks, of the right things, with nothing left behind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from local_steps import mean_square, mlp, mlp_batch
+from penstock import AgreementError, CostError, CostTable, LocalGroup, Placement, local_ranks
+from skip_models import Skip, SkipStage
+from training import make_stages
+
+PLACEMENTS = [Placement(ranks) for ranks in ((0,), (0, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 1))]
+ROW_BYTES = 2 * 6 * 8
+"""Of a microbatch of two rows between stages of `mlp`."""
+
+
+def measure(
+    modules: list[nn.Module],
+    placement: Placement,
+    make: Callable[..., Any] = make_stages,
+    **options: Any,
+) -> list[CostTable]:
+    """The table that each rank got."""
+    batch = mlp_batch()
+
+    def main(group: LocalGroup) -> CostTable:
+        stages = make(group, modules, placement.stages_of(group.rank))
+        options.setdefault("repeats", 1)
+        return penstock.measure_costs(
+            stages, 4, mean_square, *batch.args, target=batch.target, **options
+        )
+
+    return local_ranks(placement.num_ranks, main)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: str(placement.ranks))
+def test_all_ranks_get_one_table_with_all_stages_and_edges(placement: Placement) -> None:
+    tables = measure(mlp(placement.num_stages), placement)
+    costs = tables[0]
+    assert [costs] * placement.num_ranks == tables
+    assert placement.num_stages == costs.num_stages
+    times = (costs.forward, costs.backward_input, costs.backward_weight, costs.backward)
+    assert all(time > 0 for kind in times for time in kind)
+    assert all(held >= 2 * ROW_BYTES for held in costs.after_forward)
+    assert all(held > 0 for held in costs.after_input)
+    pairs = zip(placement.ranks, placement.ranks[1:], strict=False)
+    assert [ROW_BYTES * (a != b) for a, b in pairs] == list(costs.message_bytes)
+    for edge, size in enumerate(costs.message_bytes):
+        assert size > 0 or costs.delay[edge] == 0
+    assert costs == CostTable.from_json(costs.to_json())
+
+
+class Stateful(nn.Module):
+    """Draws random numbers, and changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.count += 1
+        return self.layers(x)
+
+
+def test_gradients_buffers_and_random_state_are_left_as_they_were() -> None:
+    modules: list[nn.Module] = [Stateful().double() for _ in range(2)]
+    params = [param for module in modules for param in module.parameters()]
+    grads = [torch.randn_like(param) if number % 2 else None for number, param in enumerate(params)]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    values = [None if grad is None else grad.clone() for grad in grads]
+    random_state = torch.get_rng_state()
+    batch = mlp_batch()
+    torch.set_rng_state(random_state)
+    x = batch.args[0].requires_grad_()
+
+    def main(group: LocalGroup) -> None:
+        stages = make_stages(group, modules, [group.rank])
+        penstock.measure_costs(stages, 4, mean_square, x, target=batch.target, repeats=1)
+
+    local_ranks(2, main)
+    assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
+    for grad, value in zip(grads, values, strict=True):
+        assert (grad is None) == (value is None)
+        assert grad is None or value is None or torch.equal(value, grad)
+    assert [0.0, 0.0] == [module.count.item() for module in modules]
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert x.grad is None
+
+
+def test_parameters_of_the_loss_are_left_as_they_were() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, outputs: Tensor, target: Tensor, *, power: int) -> Tensor:
+            return (self.scale * (outputs - target) ** power).mean()
+
+    loss, batch, modules = Loss(), mlp_batch(), mlp(1)
+
+    def main(group: LocalGroup) -> CostTable:
+        return penstock.measure_costs(
+            make_stages(group, modules, [0]),
+            4,
+            loss,
+            *batch.args,
+            target=batch.target,
+            loss_kwargs={"power": 2},
+        )
+
+    local_ranks(1, main)
+    assert loss.scale.grad is None
+
+
+def test_compiled_stage_has_no_halves() -> None:
+    modules = mlp(2)
+    modules[1].compile(backend="eager")
+    costs, _ = measure(modules, Placement.linear(2))
+    assert costs.backward[1] == costs.backward_input[1]
+    assert 0 == costs.backward_weight[1] == costs.after_input[1]
+    assert costs.backward_weight[0] > 0
+    assert costs.after_forward[1] > ROW_BYTES
+
+
+def test_values_that_skip_stages_and_dynamic_shapes_are_measured() -> None:
+    modules: list[nn.Module] = [
+        SkipStage(index, 4, [Skip(0, 2), Skip(1, 3)], ()).double() for index in range(4)
+    ]
+
+    def make(group: LocalGroup, modules: list[Any], held: tuple[int, ...]) -> Any:
+        return [
+            penstock.PipelineStage(
+                modules[index],
+                index,
+                4,
+                "cpu",
+                group=group,
+                dynamic_shapes=True,
+                skips_in=modules[index].skips_in,
+                skips_out=modules[index].skips_out,
+            )
+            for index in held
+        ]
+
+    first, second = measure(modules, Placement.v(2), make)
+    assert first == second
+
+
+def test_stage_without_tensors_to_send_is_measured() -> None:
+    class Silent(nn.Module):
+        def forward(self, x: Tensor) -> tuple[()]:
+            return ()
+
+    class Start(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start = nn.Parameter(torch.ones(2, 6, dtype=torch.float64))
+
+        def forward(self) -> Tensor:
+            return self.start * 2
+
+    costs, _ = measure([Silent(), Start()], Placement.linear(2))
+    assert (0,) == costs.message_bytes
+
+
+def test_prediction_follows_from_the_table() -> None:
+    costs, _ = measure(mlp(2), Placement.linear(2), repeats=3)
+    schedule = penstock.schedules.get("ZB-H1")(num_ranks=2, num_microbatches=4)
+    busy = max(sum(costs.forward), sum(costs.backward))
+    assert penstock.simulate(schedule, costs).makespan > busy
+
+
+@pytest.mark.parametrize("name", ["repeats", "warm_up"])
+@pytest.mark.parametrize("value", [0, 1.5])
+def test_number_of_steps_that_makes_no_sense_is_rejected(name: str, value: Any) -> None:
+    with pytest.raises(CostError, match=f"{name} is {value}. Expected a whole number, at least 1."):
+        measure(mlp(1), Placement.linear(1), **{name: value})
+
+
+def test_ranks_that_disagree_on_the_steps_are_rejected() -> None:
+    def main(group: LocalGroup) -> None:
+        stages, batch = make_stages(group, mlp(2), [group.rank]), mlp_batch()
+        with pytest.raises(AgreementError, match=r"disagree on schedule .*repeats 2"):
+            penstock.measure_costs(stages, 4, mean_square, *batch.args, repeats=1 + group.rank)
+
+    local_ranks(2, main)

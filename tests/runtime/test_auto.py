@@ -1,0 +1,331 @@
+"""The schedule that is found while training: right gradients in every step, and a better order."""
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from auto_training import AutoRun, assert_trained_alike, train_auto
+from local_steps import mean_square, mlp, mlp_batch, step_unsplit, zero_grad
+from penstock import (
+    AgreementError,
+    CostTable,
+    LocalGroup,
+    Pipeline,
+    Placement,
+    Schedule,
+    ScheduleAuto,
+    StageError,
+    local_ranks,
+    schedules,
+)
+from penstock.ir import BackwardInput
+from skip_models import Skip, SkipStage
+from staged_models import named_grads
+from training import assert_same_grads, make_stages
+
+LINEAR = tuple(range(2))
+# Linear, one rank alone, a loop, a V, and one that no algorithm is for.
+PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 1, 1, 0), (1, 0)]
+
+
+def run_locally(run: AutoRun) -> list[Any]:
+    return local_ranks(max(run.placement) + 1, train_auto, run)
+
+
+def make_auto(
+    group: LocalGroup, modules: list[nn.Module], placement: Placement, **options: Any
+) -> Pipeline:
+    stages = make_stages(group, modules, placement.stages_of(group.rank))
+    options = {"n_microbatches": 4, "loss_fn": mean_square, "search_seconds": 5, **options}
+    return Pipeline(stages, "auto", **options)
+
+
+def step_on_two_ranks(num_steps: int = 1, **options: Any) -> None:
+    modules, batch = mlp(2), mlp_batch()
+
+    def main(group: LocalGroup) -> None:
+        pipeline = make_auto(group, modules, Placement.linear(2), **options)
+        for _ in range(num_steps):
+            pipeline.step(*batch.args, target=batch.target)
+
+    local_ranks(2, main)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_every_step_trains_as_the_unsplit_model(
+    placement: tuple[int, ...], num_microbatches: int
+) -> None:
+    run = AutoRun("mlp", placement, num_microbatches)
+    assert_trained_alike(run, run_locally(run))
+
+
+@pytest.mark.parametrize("model", ["transformer", "conv", "many"])
+def test_every_model_trains_over_the_change(model: str) -> None:
+    run = AutoRun(model, (0, 1, 1, 0))
+    ranks = run_locally(run)
+    assert_trained_alike(run, ranks)
+    assert ranks[0].schedules[-1] not in ranks[0].schedules[:2]
+
+
+@pytest.mark.parametrize("measure_steps", [1, 2])
+def test_schedule_changes_behind_the_steps_that_are_measured(measure_steps: int) -> None:
+    run = AutoRun("mlp", (0, 1), num_steps=7, options={"measure_steps": measure_steps})
+    found = run_locally(run)[0].schedules
+    safe = schedules.get("1F1B")(num_ranks=2, num_microbatches=4)
+    split, whole = penstock.passes.split_backward(safe).to_csv(), safe.to_csv()
+    # What a step leaves is the schedule of the next: one to warm up, then those that are timed.
+    expected = [split] * measure_steps + [whole] * measure_steps
+    assert expected == found[: 2 * measure_steps]
+    planned = Schedule.from_csv(found[-1])
+    assert [found[-1]] * (7 - 2 * measure_steps) == found[2 * measure_steps :]
+    costs = CostTable.uniform(2)
+    makespans = [penstock.simulate(order, costs).makespan for order in (planned, safe)]
+    assert makespans[0] < makespans[1]
+
+
+def test_memory_of_each_rank_is_kept() -> None:
+    costs = CostTable.uniform(2)
+    run = AutoRun("mlp", (0, 1), options={"memory": [2, 1]}, num_steps=4)
+    planned = Schedule.from_csv(run_locally(run)[0].schedules[-1])
+    planned.verify(costs=costs, memory_cap=[2, 1])
+    with_more = AutoRun("mlp", (0, 1), options={"memory": 4}, num_steps=4)
+    assert planned != Schedule.from_csv(run_locally(with_more)[0].schedules[-1])
+
+
+def test_change_is_logged_on_one_rank_with_what_is_expected_and_what_came(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        run_locally(AutoRun("mlp", (0, 1), num_steps=9))
+    changed, measured = (record.getMessage() for record in caplog.records)
+    assert re.search(
+        r"changed the schedule: 1\.\d\d times as fast as the first steps' is expected, within "
+        r"\d\.\d% of the lower bound\n"
+        r"  before: 1\.5e\+04 ms a step, bubble 20\.0%, memory 2 bytes\n"
+        r"  after:  \S+ ms a step, bubble \S+%, memory \S+ bytes",
+        changed,
+    )
+    assert re.fullmatch(
+        r"measured: \d+\.\d\d times as fast, \S+ ms a step before and \S+ ms now", measured
+    )
+
+
+def test_schedule_that_cannot_be_beaten_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        ranks = run_locally(AutoRun("mlp", (0,), num_steps=10))
+    (kept,) = (record.getMessage() for record in caplog.records)
+    assert kept.startswith("kept the schedule: none that was found is faster (1.2e+04 ms a step")
+    assert ranks[0].schedules[1] == ranks[0].schedules[-1]
+
+
+def test_schedule_is_planned_again_when_times_have_drifted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.runtime.auto._LOOK_EVERY", 1)
+    # The plan is made for seconds, and the steps take milliseconds.
+    run = AutoRun("mlp", (0, 1), num_steps=14, options={"replan_when": 0.5})
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        ranks = run_locally(run)
+    assert_trained_alike(run, ranks)
+    said = [record.getMessage().partition(":")[0] for record in caplog.records]
+    drifted = "times have changed by 100 %"
+    assert ["changed the schedule", "measured", drifted, "changed the schedule"] == said
+    found = ranks[0].schedules
+    assert found[2] == found[-1] != found[10]
+
+
+def test_times_that_are_as_planned_do_not_change_the_plan(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.runtime.auto._LOOK_EVERY", 1)
+    run = AutoRun("mlp", (0, 1), num_steps=14, options={"replan_when": 2.0})
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        run_locally(run)
+    assert 2 == len(caplog.records)
+
+
+def test_compiled_stage_keeps_its_full_backward_without_a_warning() -> None:
+    modules, batch = mlp(2), mlp_batch()
+    expected = step_unsplit(modules, batch)
+    modules[1].compile(backend="eager")
+
+    def main(group: LocalGroup) -> Schedule:
+        pipeline = make_auto(group, modules, Placement.linear(2))
+        for _ in range(5):
+            zero_grad(modules[group.rank : group.rank + 1])
+            pipeline.step(*batch.args, target=batch.target)
+        return pipeline.schedule
+
+    planned, _ = local_ranks(2, main)
+    assert_same_grads("step", expected.grads, [named_grads(dict(enumerate(modules)))])
+    planned.verify()
+
+
+def test_values_that_skip_stages_arrive_over_the_change() -> None:
+    skips = [Skip(0, 2), Skip(1, 3, "two")]
+    modules = [SkipStage(index, 4, skips, ()).double() for index in range(4)]
+    batch = mlp_batch()
+    placement = Placement.v(2)
+
+    def main(group: LocalGroup) -> list[torch.Tensor]:
+        stages = [
+            penstock.PipelineStage(
+                module := modules[index],
+                index,
+                4,
+                "cpu",
+                group=group,
+                skips_in=module.skips_in,
+                skips_out=module.skips_out,
+            )
+            for index in placement.stages_of(group.rank)
+        ]
+        pipeline = ScheduleAuto(stages, 4, mean_square, search_seconds=1)
+        return [pipeline.step(*batch.args, target=batch.target) for _ in range(5)]
+
+    outputs, _ = local_ranks(2, main)
+    for found in outputs[1:]:
+        torch.testing.assert_close(found, outputs[0], rtol=1e-12, atol=1e-12)
+
+
+def test_forms_that_change_with_each_microbatch_are_measured_too() -> None:
+    modules, batch = mlp(2), mlp_batch()
+    expected = step_unsplit(modules, batch)
+
+    def main(group: LocalGroup) -> None:
+        stages = make_stages(group, modules, [group.rank], dynamic_shapes=True)
+        pipeline = ScheduleAuto(stages, 4, mean_square, search_seconds=1)
+        for _ in range(5):
+            zero_grad(modules[group.rank : group.rank + 1])
+            pipeline.step(*batch.args, target=batch.target)
+
+    local_ranks(2, main)
+    assert_same_grads("step", expected.grads, [named_grads(dict(enumerate(modules)))])
+
+
+def test_pipeline_without_a_loss_runs_forwards_only() -> None:
+    modules, batch = mlp(2), mlp_batch()
+
+    def main(group: LocalGroup) -> Any:
+        pipeline = make_auto(group, modules, Placement.linear(2), loss_fn=None)
+        return [pipeline.step(*batch.args) for _ in range(4)]
+
+    _, outputs = local_ranks(2, main)
+    torch.testing.assert_close(outputs[0], outputs[3])
+
+
+def test_class_is_found_by_its_name() -> None:
+    assert ScheduleAuto is penstock.get_schedule_class("auto")
+    assert ScheduleAuto is penstock.get_schedule_class("ScheduleAuto")
+
+
+def test_memory_in_which_nothing_fits_is_rejected_on_all_ranks_with_the_smallest_that_does() -> (
+    None
+):
+    modules, batch = mlp(2), mlp_batch()
+
+    def main(group: LocalGroup) -> str:
+        pipeline = make_auto(group, modules, Placement.linear(2), memory=100.0)
+        for _ in range(2):
+            pipeline.step(*batch.args, target=batch.target)
+        with pytest.raises(penstock.ScheduleError) as caught:
+            pipeline.step(*batch.args, target=batch.target)
+        return str(caught.value)
+
+    first, second = local_ranks(2, main)
+    assert first == second
+    found = re.match(
+        r"Nothing fits: rank 0 may hold 100, but one microbatch on its stages \[0\] holds \S+ when "
+        r"its backward begins\. The smallest memory that fits is (\d+) on each rank",
+        first,
+    )
+    assert found is not None
+    step_on_two_ranks(5, memory=int(found[1]))  # It does fit.
+
+
+def test_schedule_is_not_known_before_the_first_step() -> None:
+    def main(group: LocalGroup) -> None:
+        pipeline = make_auto(group, mlp(1), Placement.linear(1))
+        assert 4 == pipeline.num_microbatches
+        with pytest.raises(StageError, match="the schedule is not known yet: it follows from"):
+            _ = pipeline.schedule
+
+    local_ranks(1, main)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ([[0], [0]], "stage 0 was given to ranks 0, 1. Expected each of the 2 stages on exactly"),
+        ([[1], [1]], "stage 0 was given to no rank. Expected each of the 2 stages on exactly one"),
+    ],
+)
+def test_stages_that_are_not_on_one_rank_each_are_rejected(
+    held: list[list[int]], message: str
+) -> None:
+    def main(group: LocalGroup) -> None:
+        stages = make_stages(group, mlp(2), held[group.rank])
+        with pytest.raises(AgreementError, match=message):
+            ScheduleAuto(stages, 4, mean_square).step(*mlp_batch().args)
+
+    local_ranks(2, main)
+
+
+def test_ranks_that_disagree_on_the_memory_are_rejected() -> None:
+    def main(group: LocalGroup) -> None:
+        pipeline = make_auto(group, mlp(2), Placement.linear(2), memory=1e6 + group.rank)
+        with pytest.raises(AgreementError, match=r"disagree on schedule .*memory=1000001\.0"):
+            pipeline.step(*mlp_batch().args)
+
+    local_ranks(2, main)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": 0}, "memory is 0. Expected bytes that a rank may hold for its microbatches"),
+        ({"memory": [1, "2"]}, r"memory is \(1, '2'\). Expected bytes that a rank may hold"),
+        ({"replan_when": -0.2}, "replan_when is -0.2. Expected a share such as 0.2, to plan again"),
+        ({"measure_steps": 0}, "measure_steps is 0. Expected a whole number, at least 1."),
+        ({"search_seconds": "1"}, "search_seconds is '1'. Expected a positive number."),
+        ({"n_microbatches": None}, "n_microbatches is None. Expected a whole number, at least 1."),
+        ({"memory": [1e6] * 3}, "memory has 3 values, but there are 2 ranks. Expected one number"),
+    ],
+)
+def test_option_that_makes_no_sense_is_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(StageError, match=message):
+        step_on_two_ranks(**options)
+
+
+@pytest.mark.parametrize("options", [{"memory": 1e9}, {"replan_when": 0.2}])
+def test_option_of_auto_is_rejected_for_another_schedule(options: dict[str, Any]) -> None:
+    def main(group: LocalGroup) -> None:
+        stages = make_stages(group, mlp(1), [0])
+        with pytest.raises(StageError, match=r'are for the schedule "auto" only\. Leave'):
+            Pipeline(stages, "1F1B", n_microbatches=4, loss_fn=mean_square, **options)
+
+    local_ranks(1, main)
+
+
+def test_custom_function_runs_in_every_step() -> None:
+    modules, batch = mlp(2), mlp_batch()
+
+    def main(group: LocalGroup) -> int:
+        pipeline = make_auto(group, modules, Placement.linear(2))
+        seen: list[Any] = []
+
+        def custom(action: Any, context: Any) -> None:
+            seen.append(action)
+            context.run(action)
+
+        pipeline.register_custom_function(BackwardInput, custom)
+        pipeline.step(*batch.args, target=batch.target)
+        return len(seen)
+
+    assert [4, 4] == local_ranks(2, main)

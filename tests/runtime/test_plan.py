@@ -1,0 +1,130 @@
+"""Plans: what is chosen for given costs and memory, and the schedule that runs before."""
+
+import re
+
+import pytest
+
+from penstock import CostTable, Placement, ScheduleError, schedules, simulate
+from penstock.ir import Backward, Forward
+from penstock.ir.action import compute_parts
+from penstock.planner import Problem
+from penstock.planner.one_at_a_time import one_at_a_time
+from penstock.runtime.plan import Outlook, make_plan
+from penstock.runtime.safe import safe_schedule
+
+SHAPES = [
+    Placement(ranks)
+    for ranks in (
+        (0,),
+        (0, 1),
+        (0, 1, 2, 3),
+        (0, 1, 0, 1),
+        (0, 1, 2, 0, 1, 2, 0, 1, 2),
+        (0, 1, 1, 0),
+        (0, 1, 2, 3, 3, 2, 1, 0),
+        (1, 0),
+        (0, 1, 1, 0, 0),
+        (0, 0, 1),
+    )
+]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("placement", SHAPES, ids=lambda placement: str(placement.ranks))
+def test_safe_schedule_runs_with_full_backwards_for_any_shape(
+    placement: Placement, num_microbatches: int
+) -> None:
+    schedule = safe_schedule(placement, num_microbatches)
+    schedule.verify()
+    assert (placement, num_microbatches) == (schedule.placement, schedule.num_microbatches)
+    assert {Forward, Backward} == {type(action) for order in schedule.orders for action in order}
+
+
+def test_safe_schedule_of_one_stage_per_rank_is_1f1b() -> None:
+    expected = schedules.get("1F1B")(num_ranks=4, num_microbatches=8)
+    assert expected == safe_schedule(Placement.linear(4), 8)
+
+
+@pytest.mark.parametrize("placement", SHAPES, ids=lambda placement: str(placement.ranks))
+def test_no_registered_schedule_holds_less_than_the_safe_one(placement: Placement) -> None:
+    stages_per_rank = len(placement.stages_of(0))
+    held = simulate(safe_schedule(placement, 8)).peak_memory
+    for generator in schedules.REGISTRY:
+        try:
+            other = generator(
+                num_ranks=placement.num_ranks, num_microbatches=8, stages_per_rank=stages_per_rank
+            )
+        except ScheduleError:
+            continue
+        has_backward = any(
+            isinstance(part, Backward) for a in other.orders[0] for part in compute_parts(a)
+        )
+        if other.placement == placement and has_backward:
+            assert held <= simulate(other).peak_memory + 1e-9
+
+
+@pytest.mark.parametrize("placement", SHAPES, ids=lambda placement: str(placement.ranks))
+def test_one_microbatch_at_a_time_holds_the_smallest_memory(placement: Placement) -> None:
+    costs = CostTable.uniform(placement.num_stages, after_forward=3, after_input=2)
+    caps = Problem.of(costs, placement, 3).smallest_caps
+    schedule = one_at_a_time(placement, 3)
+    schedule.verify(costs=costs, memory_cap=caps)
+    assert caps == tuple(rank.peak_memory for rank in simulate(schedule, costs).ranks)
+
+
+def test_plan_is_faster_and_fits() -> None:
+    costs = CostTable.uniform(4)
+    safe = safe_schedule(Placement.linear(4), 8)
+    plan = make_plan(costs, safe, [4.0] * 4, seconds=5)
+    assert plan.is_new
+    assert Outlook.of(safe, costs) == plan.before
+    assert plan.after.step_s < plan.before.step_s
+    assert plan.after.peak_memory <= 4
+
+
+def test_plan_for_too_little_memory_for_the_safe_schedule_is_slower() -> None:
+    costs = CostTable.uniform(4)
+    safe = safe_schedule(Placement.linear(4), 8)
+    plan = make_plan(costs, safe, [1.0] * 4, seconds=5)
+    assert plan.is_new
+    assert 1 == plan.after.peak_memory
+    assert plan.before.step_s < plan.after.step_s
+
+
+def test_plan_keeps_the_schedule_if_none_is_faster() -> None:
+    safe = safe_schedule(Placement.linear(1), 4)
+    plan = make_plan(CostTable.uniform(1, forward=0.5), safe, None, seconds=5)
+    assert not plan.is_new
+    assert safe.to_csv() == plan.csv
+    assert "kept the schedule: none that was found is faster (1e+04 ms a step, bubble 0.0%" in str(
+        plan
+    )
+
+
+def test_full_backwards_are_kept_where_the_halves_are_no_gain() -> None:
+    """The costs of a compiled stage: its input backward does all, and frees all."""
+    costs = CostTable(
+        forward=[1, 1],
+        backward_input=[2, 2],
+        backward_weight=[0, 0],
+        backward=[2, 2],
+        after_input=[0, 0],
+    )
+    plan = make_plan(costs, safe_schedule(Placement.linear(2), 4), None, seconds=5)
+    assert not plan.is_new
+
+
+def test_memory_in_which_one_microbatch_does_not_fit_is_rejected() -> None:
+    safe = safe_schedule(Placement([0, 1, 1]), 4)
+    message = "Nothing fits: rank 1 may hold 1.5, but one microbatch on its stages [1, 2] holds 2"
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        make_plan(CostTable.uniform(3), safe, [4.0, 1.5], seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [(12, "12 bytes"), (1500, "1.5 kB"), (2.5e6, "2.5 MB"), (7e13, "7e+04 GB")],
+)
+def test_memory_is_told_in_a_unit_that_fits(num_bytes: float, expected: str) -> None:
+    told = str(Outlook(step_s=0.25, bubble=0.125, peak_memory=num_bytes))
+    assert f"250 ms a step, bubble 12.5%, memory {expected}" == told
