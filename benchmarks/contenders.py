@@ -103,9 +103,20 @@ def list_contenders(names: Iterable[str]) -> list[Contender]:
     ]
 
 
-def enter(contender: Contender, m: int, make_module: MakeModule, loss_fn: LossFn) -> Entrant | None:
-    """Build the contender's stages on this rank; None if it takes no such shape."""
-    schedule = make_schedule(contender.schedule, dist.get_world_size(), m)
+def enter(
+    contender: Contender,
+    m: int,
+    make_module: MakeModule,
+    loss_fn: LossFn,
+    *,
+    schedule: penstock.Schedule | None = None,
+) -> Entrant | None:
+    """Build the contender's stages on this rank; None if it takes no such shape.
+
+    The schedule is the registered one of its name, unless it is given.
+    """
+    if schedule is None:
+        schedule = make_schedule(contender.schedule, dist.get_world_size(), m)
     if schedule is None:
         return None
     count = schedule.placement.num_stages

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +53,11 @@ class Case:
         """With two stages per rank, the last rank waits for p - 1 forwards of half a share."""
         return self.work_ms / (self.work_ms + (self.p - 1) * self.forward_ms / 2)
 
+    def stage_ms(self, stages_per_rank: int) -> list[float]:
+        """Times of F, I and W of one stage, of which a rank has so many."""
+        times_ms = (self.forward_ms, self.input_ms, self.weight_ms)
+        return [value / stages_per_rank for value in times_ms]
+
     def __str__(self) -> str:
         times = f"F/I/W {self.forward_ms}/{self.input_ms}/{self.weight_ms} ms"
         return f"{self.p} ranks, {self.m} microbatches, {times}"
@@ -81,12 +87,11 @@ class Slow(torch.autograd.Function):
 
 
 class TimedStage(nn.Module):
-    """Takes the case's times, divided by the number of stages on a rank."""
+    """Its F, I and W take given times."""
 
-    def __init__(self, case: Case, stages_per_rank: int) -> None:
+    def __init__(self, times_ms: Iterable[float]) -> None:
         super().__init__()
-        times_ms = (case.forward_ms, case.input_ms, case.weight_ms)
-        self.times_s = tuple(value / 1e3 / stages_per_rank for value in times_ms)
+        self.times_s = tuple(value / 1e3 for value in times_ms)
         self.weight = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +101,7 @@ class TimedStage(nn.Module):
 
 def time_plain_loop(case: Case, stages_per_rank: int) -> float:
     """Work ÷ time of one rank's stages by autograd alone: no pipeline, nobody to wait for."""
-    stages = [TimedStage(case, stages_per_rank) for _ in range(stages_per_rank)]
+    stages = [TimedStage(case.stage_ms(stages_per_rank)) for _ in range(stages_per_rank)]
     x, grad = torch.randn(1, WIDTH, requires_grad=True), torch.ones(1, WIDTH)
     times_s = []
     for _ in range(3):
@@ -119,7 +124,7 @@ def run_case(case: Case, entered: list[Contender], warm_up: int, rounds: int) ->
             entrant := contenders.enter(
                 contender,
                 case.m,
-                lambda stage, count: TimedStage(case, count // case.p),
+                lambda stage, count: TimedStage(case.stage_ms(count // case.p)),
                 nn.functional.mse_loss,
             )
         )

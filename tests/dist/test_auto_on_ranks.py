@@ -93,7 +93,9 @@ def _train_auto(rank: int, num_ranks: int, *, num_steps: int = 5, **options: Any
 
 
 def _raise_in_search(rank: int, num_ranks: int) -> None:
-    with mock.patch("penstock.runtime.plan.search", side_effect=lambda *_, **__: boom("searching")):
+    with mock.patch(
+        "penstock.runtime.next_schedule.search", side_effect=lambda *_, **__: boom("searching")
+    ):
         _train_auto(rank, num_ranks)
 
 
@@ -105,7 +107,7 @@ def _search_for_long(rank: int, num_ranks: int) -> None:
         time.sleep(1.5)
         return search(*args, **kwargs)
 
-    with mock.patch("penstock.runtime.plan.search", side_effect=sleep):
+    with mock.patch("penstock.runtime.next_schedule.search", side_effect=sleep):
         _train_auto(rank, num_ranks, timeout=1)
 
 
@@ -121,7 +123,7 @@ def _die_while_searching(rank: int, num_ranks: int) -> None:
         time.sleep(2)
         return search(*args, **kwargs)
 
-    with mock.patch("penstock.runtime.plan.search", side_effect=tell):
+    with mock.patch("penstock.runtime.next_schedule.search", side_effect=tell):
         _train_auto(rank, num_ranks)
 
 

@@ -13,10 +13,12 @@ def random_problem(
     num_ranks: tuple[int, int] = (2, 4),
     num_microbatches: tuple[int, int] = (2, 6),
     fuses: bool = False,
+    leaves_more: bool = False,
 ) -> Problem:
     """Uneven stages in whole numbers, messages up to half a forward, and most often a cap.
 
-    The cap is between the smallest that fits and one that never matters.
+    The cap is between the smallest that fits and one that never matters. If `fuses`, full
+    backwards are quicker than their halves; if `leaves_more`, some I leave more than F did.
     """
     random = Random(seed)
     p, m = random.randint(*num_ranks), random.randint(*num_microbatches)
@@ -41,7 +43,7 @@ def random_problem(
         backward_weight=weights,
         backward=[inputs[s] + weights[s] - saved[s] for s in stages],
         after_forward=kept,
-        after_input=[random.randint(1, most) for most in kept],
+        after_input=[random.randint(1, most + 4 * leaves_more) for most in kept],
         delay=[random.randint(0, 6) for _ in stages[1:]],
     )
     clock = random.choice(["makespan", "span"])

@@ -23,7 +23,7 @@ def first_orders(problem: Problem) -> list[Order]:
 def test_orders_get_no_worse_and_can_still_be_run(seed: int, fuses: bool) -> None:
     problem = random_problem(seed, fuses=fuses)
     before = first_orders(problem)
-    after = anneal(problem, before, num_moves=300, heat=5.0, seed=seed)
+    after = anneal(problem, before, num_moves=300, heat=5.0, seed=seed).orders
     assert evaluate(problem, after).time <= evaluate(problem, before).time
     problem.schedule(after).verify(costs=problem.costs, memory_cap=problem.caps)
 
@@ -31,7 +31,7 @@ def test_orders_get_no_worse_and_can_still_be_run(seed: int, fuses: bool) -> Non
 def test_same_seed_finds_the_same_orders() -> None:
     problem = random_problem(5)
     found = [
-        anneal(problem, first_orders(problem), num_moves=500, heat=5.0, seed=seed)
+        anneal(problem, first_orders(problem), num_moves=500, heat=5.0, seed=seed).orders
         for seed in (1, 1, 2)
     ]
     assert found[0] == found[1] != found[2]
@@ -42,7 +42,7 @@ def test_most_problems_get_better() -> None:
     better = 0
     for problem in problems:
         before = first_orders(problem)
-        after = anneal(problem, before, num_moves=500, heat=5.0, seed=0)
+        after = anneal(problem, before, num_moves=500, heat=5.0, seed=0).orders
         better += evaluate(problem, after).time < evaluate(problem, before).time
     assert better > 15
 
@@ -51,9 +51,11 @@ def test_walk_ends_at_its_goal_and_at_its_deadline() -> None:
     problem = random_problem(5)
     before = first_orders(problem)
     goal = evaluate(problem, before).time
-    assert before == anneal(problem, before, num_moves=10**9, heat=1.0, seed=0, goal=goal)
-    now = time.monotonic()
-    assert before == anneal(problem, before, num_moves=10**9, heat=1.0, seed=0, deadline=now - 1)
+    at_goal = anneal(problem, before, num_moves=10**9, heat=1.0, seed=0, goal=goal)
+    assert (before, 0, True) == at_goal
+    past = time.monotonic() - 1
+    too_late = anneal(problem, before, num_moves=10**9, heat=1.0, seed=0, deadline=past)
+    assert (before, 0, False) == too_late
 
 
 def test_full_backward_is_cut_where_others_wait_and_used_where_none_does() -> None:
@@ -66,5 +68,5 @@ def test_full_backward_is_cut_where_others_wait_and_used_where_none_does() -> No
     )
     problem = Problem.of(costs, Placement.linear(2), 1)
     fused = [[0, 3], [4, 7]]
-    found = anneal(problem, fused, num_moves=100, heat=0.1, seed=0)
+    found = anneal(problem, fused, num_moves=100, heat=0.1, seed=0).orders
     assert [[0, FULL], [4, 5, 6]] == found

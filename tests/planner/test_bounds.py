@@ -50,7 +50,13 @@ def test_bound_is_no_less_than_that_of_the_design(seed: int) -> None:
 @pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("seed", range(1000 if IS_LONG else 60))
 def test_no_schedule_that_is_found_beats_the_bound(seed: int, fuses: bool) -> None:
-    problem = random_problem(seed, num_ranks=(1, 5), num_microbatches=(1, 9), fuses=fuses)
+    problem = random_problem(
+        seed,
+        num_ranks=(1, 5),
+        num_microbatches=(1, 9),
+        fuses=fuses,
+        leaves_more=seed % 3 == 0,
+    )
     least = lower_bound(problem) * (1 - 1e-9)
     for _, schedule in registered(problem.placement, problem.num_microbatches):
         report = simulate(schedule, problem.costs)
@@ -59,16 +65,22 @@ def test_no_schedule_that_is_found_beats_the_bound(seed: int, fuses: bool) -> No
     policies = list(grid(problem))
     for policy in Random(seed).sample(policies, min(10, len(policies))):
         orders = dispatch(problem, policy)
-        orders = anneal(problem, orders, num_moves=100, heat=5.0, seed=seed)
+        orders = anneal(problem, orders, num_moves=100, heat=5.0, seed=seed).orders
         assert evaluate(problem, orders).time >= least
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("fuses", [False, True])
-@pytest.mark.parametrize("seed", range(300 if IS_LONG else 40))
+@pytest.mark.parametrize("seed", range(300 if IS_LONG else 20))
 def test_the_best_schedule_does_not_beat_the_bound(seed: int, fuses: bool) -> None:
     """Small enough for the exact solver to find the best there is, memory and all."""
-    problem = random_problem(1000 + seed, num_ranks=(1, 3), num_microbatches=(1, 4), fuses=fuses)
+    problem = random_problem(
+        1000 + seed,
+        num_ranks=(1, 3),
+        num_microbatches=(1, 4),
+        fuses=fuses,
+        leaves_more=seed % 3 == 0,
+    )
     found = solve(
         problem.costs,
         problem.placement,

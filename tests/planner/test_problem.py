@@ -9,8 +9,9 @@ from problems import random_problem
 
 from penstock import CostError, CostTable, Placement, ScheduleError, schedules, simulate
 from penstock.planner import Problem
+from penstock.planner.placements import describe
 from penstock.planner.problem import codes, nothing_fits
-from penstock.planner.registered import describe, registered
+from penstock.planner.registered import registered
 
 COSTS = CostTable(
     forward=[1, 2, 3, 4],

@@ -41,7 +41,13 @@ def costs_with_messages_that_queue(problem: Problem, seed: int) -> CostTable:
 
 @pytest.mark.parametrize("seed", range(500))
 def test_no_registered_schedule_that_fits_is_faster(seed: int) -> None:
-    problem = random_problem(seed, num_ranks=(1, 5), num_microbatches=(1, 10), fuses=seed % 3 == 0)
+    problem = random_problem(
+        seed,
+        num_ranks=(1, 5),
+        num_microbatches=(1, 10),
+        fuses=seed % 3 == 0,
+        leaves_more=seed % 4 == 0,
+    )
     if seed % 5 == 0:
         problem = replace(problem, costs=costs_with_messages_that_queue(problem, seed))
     found = find(problem, effort=0.05)
@@ -178,6 +184,28 @@ def test_full_backwards_are_cut_if_halves_are_quicker() -> None:
     kinds = {type(action) for order in found.schedule.orders for action in order}
     assert BackwardInput in kinds
     assert Backward not in kinds
+
+
+def test_input_backwards_that_leave_more_than_they_free_keep_to_the_memory() -> None:
+    """At the smallest cap only full backwards fit; with a little more, halves do in part."""
+    costs = CostTable.uniform(2, after_forward=1, after_input=3)
+    for cap in (1, 2, 3, 4, 6):
+        found = search(costs, 2, 6, memory=cap, effort=0.1)
+        found.schedule.verify(costs=costs, memory_cap=cap)
+    assert search(costs, 2, 6, memory=6, effort=0.1).time < search(costs, 2, 6, memory=1).time
+
+
+def test_one_placement_at_its_bound_does_not_end_the_search_of_the_other() -> None:
+    """The loop is proven to be as good as can be at once; the V is faster."""
+    costs = CostTable(
+        forward=[1, 1, 1, 9], backward_input=[1, 1, 1, 9], backward_weight=[1, 1, 1, 9]
+    )
+    found = search(costs, 2, 6, effort=0.2)
+    each = [
+        search(costs, 2, 6, placements=[placement], effort=0.2).time
+        for placement in (Placement.loop(2, stages_per_rank=2), Placement.v(2))
+    ]
+    assert min(each) == found.time
 
 
 def test_smallest_memory_that_fits_is_named_and_fits() -> None:

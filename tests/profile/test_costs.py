@@ -190,3 +190,48 @@ def test_ranks_that_disagree_on_the_steps_are_rejected() -> None:
             penstock.measure_costs(stages, 4, mean_square, *batch.args, repeats=1 + group.rank)
 
     local_ranks(2, main)
+
+
+def test_target_that_needs_a_gradient_gets_none() -> None:
+    batch, modules = mlp_batch(), mlp(1)
+    target = batch.target.clone().requires_grad_()
+
+    def main(group: LocalGroup) -> None:
+        stages = make_stages(group, modules, [0])
+        penstock.measure_costs(stages, 4, mean_square, *batch.args, target=target, repeats=1)
+
+    local_ranks(1, main)
+    assert target.grad is None
+
+
+def test_costs_without_a_loss_are_rejected() -> None:
+    def main(group: LocalGroup) -> None:
+        stages = make_stages(group, mlp(1), [0])
+        with pytest.raises(CostError, match="loss_fn is None, but without a loss there is no"):
+            penstock.measure_costs(stages, 4, None, *mlp_batch().args)  # type: ignore[arg-type]
+
+    local_ranks(1, main)
+
+
+def test_stage_that_fails_leaves_gradients_as_they_were() -> None:
+    class Failing(nn.Linear):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            if self.count > 6:
+                raise RuntimeError("that is enough")
+            return super().forward(x)
+
+    module = Failing(6, 6).double()
+    module.weight.grad = grad = torch.ones_like(module.weight)
+    batch = mlp_batch()
+
+    def main(group: LocalGroup) -> None:
+        stages = make_stages(group, [module], [0])
+        with pytest.raises(RuntimeError, match="that is enough"):
+            penstock.measure_costs(stages, 4, mean_square, *batch.args, target=batch.target)
+
+    local_ranks(1, main)
+    assert module.weight.grad is grad
+    assert torch.equal(torch.ones_like(grad), grad)

@@ -13,6 +13,7 @@ from auto_training import AutoRun, assert_trained_alike, train_auto
 from local_steps import mean_square, mlp, mlp_batch, step_unsplit, zero_grad
 from penstock import (
     AgreementError,
+    CostError,
     CostTable,
     LocalGroup,
     Pipeline,
@@ -23,7 +24,8 @@ from penstock import (
     local_ranks,
     schedules,
 )
-from penstock.ir import BackwardInput
+from penstock.ir import Forward
+from penstock.planner import Problem
 from skip_models import Skip, SkipStage
 from staged_models import named_grads
 from training import assert_same_grads, make_stages
@@ -209,17 +211,6 @@ def test_forms_that_change_with_each_microbatch_are_measured_too() -> None:
     assert_same_grads("step", expected.grads, [named_grads(dict(enumerate(modules)))])
 
 
-def test_pipeline_without_a_loss_runs_forwards_only() -> None:
-    modules, batch = mlp(2), mlp_batch()
-
-    def main(group: LocalGroup) -> Any:
-        pipeline = make_auto(group, modules, Placement.linear(2), loss_fn=None)
-        return [pipeline.step(*batch.args) for _ in range(4)]
-
-    _, outputs = local_ranks(2, main)
-    torch.testing.assert_close(outputs[0], outputs[3])
-
-
 def test_class_is_found_by_its_name() -> None:
     assert ScheduleAuto is penstock.get_schedule_class("auto")
     assert ScheduleAuto is penstock.get_schedule_class("ScheduleAuto")
@@ -295,7 +286,7 @@ def test_ranks_that_disagree_on_the_memory_are_rejected() -> None:
         ({"measure_steps": 0}, "measure_steps is 0. Expected a whole number, at least 1."),
         ({"search_seconds": "1"}, "search_seconds is '1'. Expected a positive number."),
         ({"n_microbatches": None}, "n_microbatches is None. Expected a whole number, at least 1."),
-        ({"memory": [1e6] * 3}, "memory has 3 values, but there are 2 ranks. Expected one number"),
+        ({"loss_fn": None}, 'schedule is "auto", which needs a loss_fn: without a backward there'),
     ],
 )
 def test_option_that_makes_no_sense_is_rejected(options: dict[str, Any], message: str) -> None:
@@ -303,7 +294,32 @@ def test_option_that_makes_no_sense_is_rejected(options: dict[str, Any], message
         step_on_two_ranks(**options)
 
 
-@pytest.mark.parametrize("options", [{"memory": 1e9}, {"replan_when": 0.2}])
+def test_memory_for_another_number_of_ranks_is_rejected() -> None:
+    with pytest.raises(CostError, match=r"memory has 3 values, but there are 2 ranks\. Give one"):
+        step_on_two_ranks(memory=[1e6] * 3)
+
+
+def test_smallest_memory_of_each_rank_is_enough() -> None:
+    """An I may leave more than its F did, so that only full backwards fit."""
+    modules, batch = mlp(2), mlp_batch()
+
+    def main(group: LocalGroup) -> None:
+        stages = make_stages(group, modules, [group.rank])
+        costs = penstock.measure_costs(
+            stages, 4, mean_square, *batch.args, target=batch.target, repeats=1
+        )
+        memory = Problem.of(costs, Placement.linear(2), 4).smallest_caps
+        pipeline = make_auto(group, modules, Placement.linear(2), memory=memory)
+        for _ in range(5):
+            pipeline.step(*batch.args, target=batch.target)
+        pipeline.schedule.verify(costs=costs, memory_cap=memory)
+
+    local_ranks(2, main)
+
+
+@pytest.mark.parametrize(
+    "options", [{"memory": 1e9}, {"replan_when": 0.2}, {"measure_steps": 2}, {"search_seconds": 1}]
+)
 def test_option_of_auto_is_rejected_for_another_schedule(options: dict[str, Any]) -> None:
     def main(group: LocalGroup) -> None:
         stages = make_stages(group, mlp(1), [0])
@@ -324,8 +340,9 @@ def test_custom_function_runs_in_every_step() -> None:
             seen.append(action)
             context.run(action)
 
-        pipeline.register_custom_function(BackwardInput, custom)
-        pipeline.step(*batch.args, target=batch.target)
+        pipeline.register_custom_function(Forward, custom)
+        for _ in range(5):  # Of all kinds: split, full, and what was found.
+            pipeline.step(*batch.args, target=batch.target)
         return len(seen)
 
-    assert [4, 4] == local_ranks(2, main)
+    assert [20, 20] == local_ranks(2, main)

@@ -4,12 +4,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import isnan
 from numbers import Real
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from penstock.errors import CostError
 from penstock.ir import Backward, BackwardInput, Forward, Schedule
 from penstock.ir.action import compute_parts
 from penstock.ir.footprint import Footprint
+
+ROUNDING: Final = 1 + 1e-9  # Sums of the same numbers in another order may differ by this much.
 
 
 class EvenFootprint(NamedTuple):

@@ -14,10 +14,14 @@ from penstock.ir.action import COMM_TYPES, Comm, SingleCompute, parts
 from penstock.ir.excerpt import error_at
 from penstock.ir.footprint import Footprint
 from penstock.ir.walk import walk
-from penstock.passes.memory import cap_of_each_rank, check_stages, held_along, whole_shares
+from penstock.passes.memory import (
+    ROUNDING,
+    cap_of_each_rank,
+    check_stages,
+    held_along,
+    whole_shares,
+)
 from penstock.passes.verify_comms import check_comms
-
-_SLACK = 1 + 1e-9  # Sums of the same numbers in another order may differ by rounding.
 
 
 def verify(
@@ -167,7 +171,7 @@ def _check_memory(
     caps = cap_of_each_rank("memory_cap", memory_cap, schedule.num_ranks)
     for rank, cap in enumerate(caps):
         for position, held in enumerate(held_along(schedule, rank, costs)):
-            if held.during > cap * _SLACK:
+            if held.during > cap * ROUNDING:
                 raise error_at(
                     schedule.orders,
                     rank,

@@ -10,11 +10,22 @@ the way, a weight backward is brought forward too, which makes room.
 import random
 import time
 from math import exp, inf
+from typing import NamedTuple
 
 from penstock.planner.evaluate import critical_blocks, evaluate, fits
 from penstock.planner.problem import FULL, INPUT, WEIGHT, Order, Problem
 
 _FARTHEST = 4  # How many places an action goes that is just moved somewhere.
+
+
+class Walk(NamedTuple):
+    """Where a walk led."""
+
+    orders: list[Order]
+    """The best on the way."""
+    num_evaluated: int
+    is_complete: bool
+    """Whether it came to its end, or its time was up before."""
 
 
 def anneal(
@@ -26,7 +37,7 @@ def anneal(
     seed: int,
     goal: float = -inf,
     deadline: float = inf,
-) -> list[Order]:
+) -> Walk:
     """The best orders on a random walk of `num_moves` from `orders`; the same for the same seed.
 
     `heat` is by how much time a move may make it worse, at first; it cools down to none. The walk
@@ -37,9 +48,12 @@ def anneal(
     timing = evaluate(problem, current)
     best, best_time, cost = list(current), timing.time, timing.cost
     blocks = critical_blocks(timing)
+    num_evaluated = 0
     for number in range(num_moves):
-        if best_time <= goal or (number % 16 == 0 and time.monotonic() > deadline):
+        if best_time <= goal:
             break
+        if number % 16 == 0 and time.monotonic() > deadline:
+            return Walk(best, num_evaluated, is_complete=False)
         rank, first, last = generator.choice(blocks)
         before = current[rank]
         moved = _move(generator, problem, rank, before, first, last)
@@ -47,6 +61,7 @@ def anneal(
             continue
         current[rank] = moved
         timing = evaluate(problem, current)
+        num_evaluated += 1
         warmth = heat * (1 - number / num_moves)
         if timing.cost <= cost or generator.random() < exp((cost - timing.cost) / warmth):
             cost, blocks = timing.cost, critical_blocks(timing)
@@ -54,7 +69,7 @@ def anneal(
                 best, best_time = list(current), timing.time
         else:
             current[rank] = before
-    return best
+    return Walk(best, num_evaluated, is_complete=True)
 
 
 def _move(

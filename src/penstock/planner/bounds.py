@@ -13,7 +13,8 @@ import heapq
 from collections.abc import Sequence
 from math import ceil, floor, inf
 
-from penstock.planner.problem import FORWARD, FULL, INPUT, ROUNDING, WEIGHT, Problem
+from penstock.passes.memory import ROUNDING
+from penstock.planner.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
 
 
 def lower_bound(problem: Problem) -> float:
@@ -33,9 +34,11 @@ class _Work:
 
     A full backward may be quicker than its halves, and a pair that overlaps quicker than its two
     parts. Let I take the lesser of I and B, and W what is then missing to the lesser of I + W and
-    B; and let F take the share that no overlap saves. A schedule with such actions in it stays one
-    if each is replaced by halves that take so long: none of them ends later, nor frees later.
-    So what bounds those without bounds these with.
+    B; and let F take the share that no overlap saves. Replace such actions by halves, and by F and
+    then the backward, that take so long: none ends later than before, so what others wait for
+    comes no later. As to memory, all that is argued below is about what is held when an F starts.
+    No F starts between the halves, so it is the same there, and an F counts before its pair's
+    backward frees anything. So what bounds schedules without such actions bounds all.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -69,11 +72,11 @@ class _Work:
         room = cap * ROUNDING - (self.kept_up_to(other) - kept)
         return min(self.num_microbatches, max(1, floor(room / kept)))
 
-    def least_before(self, stage: int, mb: int, each_input: float) -> float:
+    def least_before(self, stage: int, mb: int) -> float:
         """The least time of I and W on `stage` that must be over when its F of `mb` starts.
 
         With a microbatches past I and b past W, the rank holds at least (mb + 1 - a) times what F
-        left and a - b times what I left. This is the least a * each_input + b * W of all that fit.
+        left and a - b times what I left. This is the least a * I + b * W of all that fit.
         """
         cap = self.problem.caps[self.ranks[stage]] * ROUNDING
         if cap == inf:
@@ -83,7 +86,7 @@ class _Work:
         for inputs in range(max(0, mb + 1 - self.most_ahead(stage, stage)), mb + 1):
             room = cap - (mb + 1 - inputs) * kept
             weights = max(0, ceil(inputs - room / left - 1e-9)) if left > 0 else 0
-            least = min(least, inputs * each_input + weights * self.weight[stage])
+            least = min(least, inputs * self.input[stage] + weights * self.weight[stage])
             if weights == 0:
                 break  # More would only take longer.
         return least
@@ -137,7 +140,7 @@ class _Heads:
     def _forward(self, stage: int, mb: int) -> float:
         work, own = self._work, self._work.forward[stage]
         earlier, later = work.earlier(stage), work.later(stage)
-        needed = work.least_before(stage, mb, work.input[stage])
+        needed = work.least_before(stage, mb)
         # How many microbatches must be past I on each later stage.
         past = {other: max(0, mb + 1 - ahead) for other, ahead in self._ahead[stage]}
         first = self._first[(earlier or [stage])[0]]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 
-from penstock.planner.problem import FORWARD, FULL, ROUNDING, WEIGHT, Code, Order, Problem
+from penstock.passes.memory import ROUNDING
+from penstock.planner.problem import FORWARD, FULL, INPUT, WEIGHT, Code, Order, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +108,19 @@ class _Dispatch:
                     continue
             arrival = arrivals[index]
             if arrival <= now:
-                return code, now
+                return self._full_if_no_room(code, rank), now
             if arrival < next_arrival:
                 next_arrival = arrival
         return None, next_arrival
+
+    def _full_if_no_room(self, code: Code, rank: int) -> Code:
+        """A full backward in place of an input backward that would leave more than it frees."""
+        stage, costs = code >> 2, self.problem.costs
+        if code & 3 == INPUT:
+            more = costs.after_input[stage] - costs.after_forward[stage]
+            if more > 0 and more > self.room[rank]:
+                return 4 * stage + FULL
+        return code
 
     def _has_room(self, rank: int, stage: int) -> bool:
         """Whether `rank` could run a forward of `stage` and still finish all that it has begun.

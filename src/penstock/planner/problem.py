@@ -27,15 +27,13 @@ from penstock.ir import (
     Schedule,
 )
 from penstock.ir.action import compute_parts
-from penstock.passes.memory import cap_of_each_rank
+from penstock.passes.memory import ROUNDING, cap_of_each_rank
 from penstock.schedules.base import Clock
 from penstock.sim import CostTable, Report
 
 FORWARD, INPUT, WEIGHT, FULL = range(4)
 KINDS: Final = (Forward, BackwardInput, BackwardWeight, Backward)
 _KIND_OF: Final = {kind: number for number, kind in enumerate(KINDS)}
-
-ROUNDING: Final = 1 + 1e-9  # Sums of the same numbers in another order may differ by this much.
 
 Code: TypeAlias = int
 Order: TypeAlias = list[Code]
@@ -134,9 +132,17 @@ class Problem:
         return report.makespan if self.clock == "makespan" else report.span
 
     def fuses(self, stage: int) -> bool:
-        """Whether a full backward of `stage` is quicker than its halves."""
+        """Whether a full backward of `stage` can be better than its halves: quicker, or leaner."""
         times, code = self.durations, 4 * stage
-        return times[code + FULL] < (times[code + INPUT] + times[code + WEIGHT]) * (1 - 1e-12)
+        halves = times[code + INPUT] + times[code + WEIGHT]
+        is_quicker = times[code + FULL] < halves * (1 - 1e-12)
+        return is_quicker or self.costs.after_input[stage] > self.costs.after_forward[stage]
+
+    @property
+    def has_queues(self) -> bool:
+        """Whether messages may wait for each other, which only the simulator knows."""
+        is_linear = self.num_stages == self.num_ranks
+        return any(self.costs.transfer) or (not is_linear and len(set(self.costs.delay)) > 1)
 
     def schedule(self, orders: Sequence[Order]) -> Schedule:
         """The orders as a schedule."""

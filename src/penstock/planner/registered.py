@@ -22,15 +22,3 @@ def registered(placement: Placement, num_microbatches: int) -> Iterator[tuple[st
         schedule = generator(num_ranks=shape.p, num_microbatches=shape.m, stages_per_rank=shape.v)
         if any(not isinstance(action, Forward) for action in schedule.orders[0]):
             yield generator.name, schedule
-
-
-def describe(placement: Placement) -> str:
-    """A placement in a word or two."""
-    num_ranks = placement.num_ranks
-    count, rest = divmod(placement.num_stages, num_ranks)
-    if not rest:
-        if placement == Placement.loop(num_ranks, stages_per_rank=count):
-            return "linear" if count == 1 else f"loop, {count} per rank"
-        if placement == Placement.v(num_ranks, stages_per_rank=count):
-            return f"V, {count} per rank"
-    return "own"

@@ -8,29 +8,31 @@ from math import exp, inf
 
 from penstock.errors import ScheduleError
 from penstock.ir import Placement, Schedule
+from penstock.passes.memory import ROUNDING
 from penstock.planner.anneal import anneal
 from penstock.planner.bounds import lower_bound
 from penstock.planner.dispatch import Policy, dispatch
 from penstock.planner.evaluate import evaluate, peak_memory
+from penstock.planner.one_at_a_time import one_at_a_time
+from penstock.planner.placements import check_placements, default_placements, describe
 from penstock.planner.policies import grid, vary
 from penstock.planner.problem import (
     FULL,
     INPUT,
-    ROUNDING,
     WEIGHT,
     Order,
     Problem,
     codes,
     nothing_fits,
 )
-from penstock.planner.registered import describe, registered
+from penstock.planner.registered import registered
 from penstock.planner.result import SearchResult, Tried
 from penstock.schedules.base import Clock
 from penstock.sim import CostTable, Report, simulate
 
 _FAR_BEHIND = 1.05  # A placement that takes so much longer than another is not looked into further.
-_NUM_STARTS = 4  # From how many of the best orders moves begin,
-_HEATS, _LAST_HEATS = (0.2, 0.8, 1.6), (0.3, 0.1)  # and how warm it is, in times of a mean action.
+_NUM_STARTS = 4  # From how many of the best orders moves begin, and how warm it is then: in times
+_HEATS, _LAST_HEATS = (0.2, 0.8, 2.4, 2.4), (0.3, 0.1)  # of a mean action, and for the last walks.
 # How much is tried with an effort of 1, the less the more actions there are:
 _GRID, _FEWEST_IN_GRID = 3e5, 72  # policies that all ranks share,
 _POLICIES, _FEWEST_POLICIES, _MOST_POLICIES = 2e5, 100, 2_000  # policies near the best of them,
@@ -68,10 +70,10 @@ def search(
     _check_positive("seconds", seconds)
     _check_positive("effort", effort)
     if placements is None:
-        placements = _placements(costs, num_ranks)
+        placements = default_placements(costs.num_stages, num_ranks)
     problems = [
         Problem.of(costs, placement, num_microbatches, memory=memory, clock=clock)
-        for placement in _check_placements(placements, num_ranks)
+        for placement in check_placements(placements, num_ranks)
     ]
     feasible = [problem for problem in problems if problem.find_shortage() is None]
     if not feasible:
@@ -88,11 +90,6 @@ class _Candidate:
     time: float
     cost: float
     """See `Timing`."""
-
-    @classmethod
-    def of(cls, problem: Problem, orders: list[Order]) -> "_Candidate":
-        timing = evaluate(problem, orders)
-        return cls(problem, orders, timing.time, timing.cost)
 
 
 class _Search:
@@ -123,7 +120,9 @@ class _Search:
         return self._result()
 
     def _try_registered(self, problem: Problem) -> None:
-        for name, schedule in registered(problem.placement, problem.num_microbatches):
+        shape = problem.placement, problem.num_microbatches
+        least = "one at a time", one_at_a_time(*shape)
+        for name, schedule in (*registered(*shape), least):
             report = simulate(schedule, problem.costs)
             fits = problem.find_excess(report) is None
             where = describe(problem.placement)
@@ -132,7 +131,7 @@ class _Search:
             if fits:
                 self._registered.append((schedule, report))
                 self._best.append(
-                    _Candidate.of(problem, _split_where_quicker(problem, codes(schedule)))
+                    self._rate(problem, _split_where_quicker(problem, codes(schedule)))
                 )
 
     def _try_policies(self, problem: Problem) -> Policy | None:
@@ -143,16 +142,18 @@ class _Search:
         policies = list(grid(problem))
         most = self._amount(_GRID / num_actions, _FEWEST_IN_GRID, len(policies))
         for policy in policies[:: -(-len(policies) // most)]:
-            if self._best_of(problem) < inf and self._is_over(problem):
+            if (best or self._best_of(problem) < inf) and self._is_over(problem):
                 break
             count += 1
-            found = _Candidate.of(problem, dispatch(problem, policy))
+            found = self._rate(problem, dispatch(problem, policy))
             kind = policy.preference, policy.keeps_room
             if kind not in best or found.cost < best[kind][0].cost:
                 best[kind] = found, policy
-                self._best.append(found)
+            if found.time <= self._goal(problem):
+                break
         if not best:
             return None
+        self._best += [found for found, _ in best.values()]  # Few, and different from each other.
         found, policy = min(best.values(), key=lambda pair: pair[0].cost)
         self._note("policies", found, count)
         return policy
@@ -160,7 +161,7 @@ class _Search:
     def _try_nearby(self, problem: Problem, policy: Policy) -> None:
         """Goes from policy to policy, at first also to worse ones."""
         generator = random.Random(0)
-        current = best = _Candidate.of(problem, dispatch(problem, policy))
+        current = best = self._rate(problem, dispatch(problem, policy))
         num_actions = sum(map(len, current.orders))
         limit = self._amount(_POLICIES / num_actions, _FEWEST_POLICIES, _MOST_POLICIES)
         warmth = _mean_duration(problem) * _LAST_HEATS[-1]
@@ -168,11 +169,11 @@ class _Search:
         for number in range(limit):
             if self._is_over(problem):
                 break
-            count += 1
             changed = vary(generator, problem, policy)
             if changed == policy:
                 continue
-            candidate = _Candidate.of(problem, dispatch(problem, changed))
+            count += 1
+            candidate = self._rate(problem, dispatch(problem, changed))
             worse = candidate.cost - current.cost
             if worse <= 0 or generator.random() < exp(-worse / (warmth * (1 - number / limit))):
                 policy, current = changed, candidate
@@ -183,7 +184,10 @@ class _Search:
 
     def _try_moves(self) -> None:
         """Walks from the best few, and at last from the best of all."""
-        starts = sorted(self._best, key=lambda candidate: candidate.cost)[:_NUM_STARTS]
+        starts: list[_Candidate] = []
+        for candidate in sorted(self._best, key=lambda candidate: candidate.cost):
+            if len(starts) < _NUM_STARTS and all(candidate.orders != c.orders for c in starts):
+                starts.append(candidate)
         walks: list[tuple[_Candidate | None, float]] = [
             *((start, heat) for heat in _HEATS for start in starts),
             *((None, heat) for heat in _LAST_HEATS),
@@ -191,25 +195,28 @@ class _Search:
         count = 0
         for seed, (chosen, heat) in enumerate(walks):
             start = chosen or min(self._best, key=lambda candidate: candidate.time)
-            problem = start.problem
-            if self._is_over(problem):
-                break
-            # The fewer actions, the longer: the best is then within reach.
-            usual = _MOVES / sum(map(len, start.orders)) ** 2
-            num_moves = self._amount(usual, _FEWEST_MOVES, _MOST_MOVES)
-            orders = anneal(
-                problem,
-                start.orders,
-                num_moves=num_moves,
-                heat=heat * _mean_duration(problem),
-                seed=seed,
-                goal=self._bounds[problem.placement] * ROUNDING,
-                deadline=self._deadline,
-            )
-            self._best.append(_Candidate.of(problem, orders))
-            count += num_moves
+            if not self._is_over(start.problem):
+                count += self._walk(start, heat, seed)
         if count:
             self._note("moves", min(self._best, key=lambda candidate: candidate.time), count)
+
+    def _walk(self, start: _Candidate, heat: float, seed: int) -> int:
+        """Keeps where a walk led; returns how many orders it tried."""
+        problem = start.problem
+        # The fewer actions, the longer: the best is then within reach.
+        usual = _MOVES / sum(map(len, start.orders)) ** 2
+        walk = anneal(
+            problem,
+            start.orders,
+            num_moves=self._amount(usual, _FEWEST_MOVES, _MOST_MOVES),
+            heat=heat * _mean_duration(problem),
+            seed=seed,
+            goal=-inf if problem.has_queues else self._goal(problem),
+            deadline=self._deadline,
+        )
+        self._best.append(self._rate(problem, walk.orders))
+        self._is_complete &= walk.is_complete
+        return walk.num_evaluated
 
     def _amount(self, usual: float, fewest: int, most: int) -> int:
         """How many to try: `usual` within its limits, times the effort."""
@@ -221,12 +228,26 @@ class _Search:
         where = describe(problem.placement)
         self._tried.append(Tried(name, where, candidate.time, peak, True, count))
 
+    def _rate(self, problem: Problem, orders: list[Order]) -> _Candidate:
+        timing = evaluate(problem, orders)
+        took = timing.time
+        if problem.has_queues and took <= self._goal(problem):
+            # It would end the search, so it must be true.
+            took = problem.time_of(simulate(problem.schedule(orders), problem.costs))
+        return _Candidate(problem, orders, took, timing.cost)
+
+    def _goal(self, problem: Problem) -> float:
+        """What proves itself to be the best."""
+        return self._bounds[problem.placement] * ROUNDING
+
     def _is_over(self, problem: Problem) -> bool:
-        """Whether time is up, or what was found for this placement cannot be improved."""
+        """Whether what was found for this placement cannot be improved, or time is up."""
+        if self._best_of(problem) <= self._goal(problem):
+            return True
         if time.monotonic() > self._deadline:
             self._is_complete = False
             return True
-        return self._best_of(problem) <= self._bounds[problem.placement] * ROUNDING
+        return False
 
     def _best_of(self, problem: Problem) -> float:
         return min((found.time for found in self._best if found.problem is problem), default=inf)
@@ -237,7 +258,9 @@ class _Search:
         finalists = list(self._registered)
         for candidate in sorted(self._best, key=lambda c: c.time)[:_NUM_STARTS]:
             schedule = candidate.problem.schedule(candidate.orders)
-            finalists.append((schedule, simulate(schedule, candidate.problem.costs)))
+            report = simulate(schedule, candidate.problem.costs)
+            assert candidate.problem.find_excess(report) is None
+            finalists.append((schedule, report))
         bound = min(self._bounds.values())
 
         def rate(finalist: tuple[Schedule, Report]) -> tuple[float, float]:
@@ -276,38 +299,6 @@ def _split_where_quicker(problem: Problem, orders: list[Order]) -> list[Order]:
                 yield code
 
     return [list(rewrite(order)) for order in orders]
-
-
-def _placements(costs: CostTable, num_ranks: int) -> list[Placement]:
-    """All that the number of stages allows: one for a linear pipeline, two for longer ones."""
-    if not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ScheduleError(f"num_ranks is {num_ranks!r}. Expected a whole number, at least 1.")
-    count, rest = divmod(costs.num_stages, num_ranks)
-    if rest or not count:
-        raise ScheduleError(
-            f"The costs are of {costs.num_stages} stages, which cannot be shared out evenly among "
-            f"{num_ranks} ranks. Give as many stages as ranks or a multiple, or placements."
-        )
-    if count == 1:
-        return [Placement.linear(num_ranks)]
-    found = [
-        Placement.loop(num_ranks, stages_per_rank=count),
-        Placement.v(num_ranks, stages_per_rank=count),
-    ]
-    return found if num_ranks > 1 else found[:1]
-
-
-def _check_placements(placements: Iterable[Placement], num_ranks: int) -> list[Placement]:
-    chosen = list(placements)
-    if not chosen:
-        raise ScheduleError("placements is empty. Give at least one, or leave it out.")
-    for placement in chosen:
-        if not isinstance(placement, Placement) or placement.num_ranks != num_ranks:
-            raise ScheduleError(
-                f"placements holds {placement!r}. Expected a Placement on {num_ranks} ranks, such "
-                f"as Placement.linear({num_ranks})."
-            )
-    return chosen
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.ir import Placement
 from penstock.planner import Problem, SearchResult, lower_bound, search
-from penstock.planner.registered import describe
+from penstock.planner.placements import describe
 from penstock.plans.sources import Choice
 
 LOGGER = logging.getLogger("penstock")

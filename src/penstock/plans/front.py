@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Placement
+from penstock.planner.placements import describe
 from penstock.planner.problem import in_full
-from penstock.planner.registered import describe
 from penstock.plans.choose import Found, Limits, choose
 from penstock.plans.counts import choose_counts, larger_counts
 from penstock.plans.layers import LayerSource

@@ -16,9 +16,9 @@ from math import ceil, inf
 from penstock.errors import PartitionError
 from penstock.ir import Placement
 from penstock.partition import MemoryLimit, Partition, balance
+from penstock.passes.memory import ROUNDING
 from penstock.plans.reading import LayersOfBatch
 from penstock.plans.sources import (
-    ROUNDING,
     AbstractSource,
     Choice,
     Question,

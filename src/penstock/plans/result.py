@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from penstock.ir import Placement, Schedule
 from penstock.partition import Partition
 from penstock.planner import SearchResult
-from penstock.planner.registered import describe, registered
+from penstock.planner.placements import describe
+from penstock.planner.registered import registered
 from penstock.sim import CostTable
 from penstock.trace import SplitPoint
 

@@ -8,9 +8,9 @@ from math import inf
 from penstock.errors import ScheduleError
 from penstock.ir import Placement
 from penstock.partition import Partition
+from penstock.passes.memory import ROUNDING
+from penstock.planner.placements import default_placements
 from penstock.sim import CostTable
-
-ROUNDING = 1 + 1e-9  # Sums of the same numbers in another order may differ by this much.
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +127,8 @@ class TableSource(AbstractSource):
 
 def placements(num_ranks: int, stages_per_rank: Sequence[int]) -> list[Placement]:
     """Loops and Vs with these numbers of stages on each rank; with one stage, both are a line."""
-    found = [
-        placement
-        for count in stages_per_rank
-        for placement in (
-            Placement.loop(num_ranks, stages_per_rank=count),
-            Placement.v(num_ranks, stages_per_rank=count),
-        )
-    ]
-    return list(dict.fromkeys(found))
+    found = [default_placements(num_ranks * count, num_ranks) for count in stages_per_rank]
+    return list(dict.fromkeys(placement for some in found for placement in some))
 
 
 def sum_by_rank(values: Sequence[float], placement: Placement) -> tuple[float, ...]:

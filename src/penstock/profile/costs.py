@@ -50,6 +50,11 @@ def measure_costs(
     for name, value in (("repeats", repeats), ("warm_up", warm_up)):
         if not isinstance(value, int) or value < 1:
             raise CostError(f"{name} is {value!r}. Expected a whole number, at least 1.")
+    if loss_fn is None:
+        raise CostError(
+            "loss_fn is None, but without a loss there is no backward to measure. Give the one "
+            "that training has."
+        )
     pilot = _CostPilot(warm_up, repeats)
     pipeline = Pipeline(
         stages,
@@ -60,23 +65,26 @@ def measure_costs(
         kwargs_chunk_spec=kwargs_chunk_spec,
         timeout=timeout,
     )
-    own_args, own_kwargs = pytree.tree_map_only(Tensor, stand_in_for, (args, kwargs or {}))
+    given = (args, kwargs or {}, target, loss_kwargs)
+    own_args, own_kwargs, own_target, own_loss_kwargs = pytree.tree_map_only(
+        Tensor, stand_in_for, given
+    )
     modules = [stage.submod for stage in pipeline.stages.values()]
     if isinstance(loss_fn, nn.Module):
         modules.append(loss_fn)
     with ExitStack() as stack:
+        stack.callback(pipeline.close)
         for module in modules:
             stack.enter_context(kept_as_it_was(module))
             stack.enter_context(_without_grads(module))
         while pilot.costs is None:
             pipeline.step(
                 *own_args,
-                target=target,
+                target=own_target,
                 return_outputs=False,
-                loss_kwargs=loss_kwargs,
+                loss_kwargs=own_loss_kwargs,
                 **own_kwargs,
             )
-    pipeline.close()
     return pilot.costs
 
 

@@ -20,12 +20,13 @@ import torch
 from penstock.comm import AbstractComm
 from penstock.errors import ScheduleError, StageError
 from penstock.ir import Placement, Schedule, StageId
+from penstock.passes.memory import cap_of_each_rank
 from penstock.runtime.exchange import decide
 from penstock.runtime.measure import Measuring, Share, join, receipt_s
 from penstock.runtime.messages import Form
 from penstock.runtime.meter import Meter
+from penstock.runtime.next_schedule import NextSchedule, choose_next
 from penstock.runtime.pilot import AbstractPilot
-from penstock.runtime.plan import Plan, make_plan
 from penstock.runtime.routes import Key, Routes
 from penstock.runtime.safe import safe_schedule
 from penstock.sim.engine import duration
@@ -84,22 +85,14 @@ class AutoOptions:
 
     def caps(self, num_ranks: int) -> tuple[float, ...] | None:
         """The memory of each rank."""
-        if self.memory is None or isinstance(self.memory, tuple):
-            if self.memory is not None and len(self.memory) != num_ranks:
-                raise StageError(
-                    f"memory has {len(self.memory)} values, but there are {num_ranks} ranks. "
-                    "Expected one number, or one for each rank."
-                )
-            return self.memory
-        return (self.memory,) * num_ranks
+        return None if self.memory is None else cap_of_each_rank("memory", self.memory, num_ranks)
 
 
 @dataclass(slots=True)
 class _Following:
     """A plan that is being run, and what was seen of it."""
 
-    schedule: Schedule
-    plan: Plan
+    chosen: NextSchedule
     receipts_s: dict[int, float]
     before_s: float
     """What a step took before it, by measure."""
@@ -108,13 +101,17 @@ class _Following:
     num_drifted: int = 0
     """In how many of the last steps that were looked at times had drifted."""
 
+    @property
+    def schedule(self) -> Schedule:
+        return self.chosen.schedule
+
     def drift(self, meter: Meter) -> float:
         """By which share the time of a stage of this rank differs from what was planned with."""
         found: defaultdict[StageId, float] = defaultdict(float)
         planned: defaultdict[StageId, float] = defaultdict(float)
         for action, timing in meter.timings.items():
             found[action.stage] += timing.cost_s(receipt_s(action, self.receipts_s))
-            planned[action.stage] += duration(action, self.plan.costs)
+            planned[action.stage] += duration(action, self.chosen.costs)
         return max(abs(found[stage] / planned[stage] - 1) for stage in found)
 
 
@@ -172,24 +169,25 @@ class Auto(AbstractPilot):
         return Measuring(self._safe, self._device, warm_up=1, repeats=repeats)
 
     def _plan(self, share: Share, before_s: float) -> _Following:
-        def choose(shares: list[Share]) -> Plan | ScheduleError:
+        def choose(shares: list[Share]) -> NextSchedule | ScheduleError:
             try:
-                return make_plan(join(shares), self._safe, self._caps, self._search_s)
+                return choose_next(join(shares), self._safe, self._caps, self._search_s)
             except ScheduleError as error:
                 return error  # For all ranks to raise.
 
-        plan = decide(self._comm, self._device, share, choose, "the plan for the next steps")
-        if isinstance(plan, ScheduleError):
-            raise plan
+        chosen = decide(self._comm, self._device, share, choose, "the schedule of the next steps")
+        if isinstance(chosen, ScheduleError):
+            raise chosen
         if self._comm.rank == 0:
-            LOGGER.info("%s", plan)
-        schedule = Schedule.from_csv(plan.csv) if plan.is_new else self._safe
-        return _Following(schedule, plan, share.receipts_s, before_s)
+            LOGGER.info("%s", chosen)
+        return _Following(chosen, share.receipts_s, before_s)
 
     def _time(self, phase: _Following, meter: Meter) -> None:
         """See what the plan has gained, and tell it once."""
+        if phase.num_steps > _NUM_TIMED:
+            return
         phase.timed_s.append(meter.ended_s - meter.began_s)
-        if phase.num_steps == _NUM_TIMED and phase.plan.is_new and self._comm.rank == 0:
+        if phase.num_steps == _NUM_TIMED and phase.chosen.is_new and self._comm.rank == 0:
             after_s = statistics.median(phase.timed_s[1:])
             LOGGER.info(
                 "measured: %.2f times as fast, %.4g ms a step before and %.4g ms now",

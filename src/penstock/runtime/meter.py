@@ -28,8 +28,6 @@ class Timing:
     """When a rank was free for an action, how long it waited for messages, and when it was done."""
 
     began_s: float
-    ready_s: float
-    """When the last of its messages was there; as `began_s` if it had none."""
     waits_s: tuple[float, ...]
     """One for each message."""
     ended_s: float
@@ -51,13 +49,13 @@ class Meter:
     def __init__(self, device: torch.device, held: HeldBytes | None = None) -> None:
         self.timings: dict[SingleCompute, Timing] = {}
         self.held = held
-        self.began_s = self.ended_s = self._ready_s = 0.0
+        self.began_s = self.ended_s = 0.0
         self._device = device
         self._waits_s: list[float] = []
 
     def begin(self) -> None:
         """The step begins."""
-        self.began_s = self.ended_s = self._ready_s = now_s(self._device)
+        self.began_s = self.ended_s = now_s(self._device)
 
     def waiting(self) -> "_Waiting":
         """Around the wait for a message."""
@@ -73,8 +71,7 @@ class Meter:
             self.timings[maker] = replace(timing, sending_s=sending_s)
         else:
             waits_s, self._waits_s = tuple(self._waits_s), []
-            ready_s = self._ready_s if waits_s else began_s
-            self.timings[action] = Timing(began_s, ready_s, waits_s, self.ended_s)
+            self.timings[action] = Timing(began_s, waits_s, self.ended_s)
 
     def _maker(self, action: Send) -> SingleCompute:
         """The action whose result a send sends."""
@@ -84,8 +81,7 @@ class Meter:
         return whole if whole in self.timings else BackwardInput(action.stage, action.mb)
 
     def note_wait(self, began_s: float) -> None:
-        self._ready_s = now_s(self._device)
-        self._waits_s.append(self._ready_s - began_s)
+        self._waits_s.append(now_s(self._device) - began_s)
 
     def now_s(self) -> float:
         return now_s(self._device)

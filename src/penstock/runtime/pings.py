@@ -65,11 +65,14 @@ class _Ping:
         """The first end sends and waits for the answer; the other answers. Both get the result."""
         what = "the time of a message"
         if not is_first:
+            began_s = now_s(self.device)
             for _ in range(_NUM_PINGS):
                 self._receive()
                 self._send()
+            took_s = now_s(self.device) - began_s
             posted = [self._post() for _ in range(_NUM_PINGS)]
-            time.sleep(_PAUSE_S)  # So that they are there before they are awaited.
+            # As many as were there and back in this time: they are there before they are awaited.
+            time.sleep(max(took_s, _PAUSE_S))
             receipt_s = statistics.median(map(self._take, posted))
             send_value(self.comm, self.device, self.other, receipt_s, what)
             edge: Edge = recv_value(self.comm, self.device, self.other, what)

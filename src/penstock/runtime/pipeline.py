@@ -94,10 +94,16 @@ class Pipeline:
         self._schedule: Schedule | None = None
         options = AutoOptions.of(memory, replan_when, measure_steps, search_seconds)
         if isinstance(schedule, str) and schedule.lower() == "auto":
+            if loss_fn is None:
+                raise StageError(
+                    'schedule is "auto", which needs a loss_fn: without a backward there is '
+                    "nothing to plan. Give one, or the name of a schedule."
+                )
             schedule = Auto(options, self._timeout_s)
-        elif memory is not None or replan_when is not None:
+        elif options != AutoOptions.of(None, None, 1, DEFAULT_SEARCH_S):
             raise StageError(
-                f"memory is {memory!r} and replan_when is {replan_when!r}, which are for the "
+                f"memory is {memory!r}, replan_when {replan_when!r}, measure_steps "
+                f"{measure_steps!r} and search_seconds {search_seconds!r}, but they are for the "
                 'schedule "auto" only. Leave them out, or let schedule be "auto".'
             )
         if isinstance(schedule, AbstractPilot):

@@ -30,10 +30,10 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The schedule to go on with, and what it was chosen by."""
+class NextSchedule:
+    """The schedule that ranks go on with, and what it was chosen by."""
 
-    csv: str
+    schedule: Schedule
     costs: CostTable
     before: Outlook
     after: Outlook
@@ -53,9 +53,9 @@ class Plan:
         )
 
 
-def make_plan(
+def choose_next(
     costs: CostTable, safe: Schedule, memory: Sequence[float] | None, seconds: float
-) -> Plan:
+) -> NextSchedule:
     """The fastest schedule that fits; `safe` if nothing is faster. Raises if nothing fits."""
     placement = safe.placement
     found = search(
@@ -70,8 +70,8 @@ def make_plan(
     before, after = Outlook.of(safe, costs), Outlook.of(found.schedule, costs)
     keeps = before.step_s <= after.step_s and _fits(safe, costs, memory)
     if keeps:
-        return Plan(safe.to_csv(), costs, before, before, is_new=False, gap=found.gap)
-    return Plan(found.schedule.to_csv(), costs, before, after, is_new=True, gap=found.gap)
+        return NextSchedule(safe, costs, before, before, is_new=False, gap=found.gap)
+    return NextSchedule(found.schedule, costs, before, after, is_new=True, gap=found.gap)
 
 
 def _in_words(num_bytes: float) -> str:

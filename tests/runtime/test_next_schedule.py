@@ -1,4 +1,4 @@
-"""Plans: what is chosen for given costs and memory, and the schedule that runs before."""
+"""What is chosen for given costs and memory, and the schedule that runs before."""
 
 import re
 
@@ -9,7 +9,7 @@ from penstock.ir import Backward, Forward
 from penstock.ir.action import compute_parts
 from penstock.planner import Problem
 from penstock.planner.one_at_a_time import one_at_a_time
-from penstock.runtime.plan import Outlook, make_plan
+from penstock.runtime.next_schedule import Outlook, choose_next
 from penstock.runtime.safe import safe_schedule
 
 SHAPES = [
@@ -75,29 +75,29 @@ def test_one_microbatch_at_a_time_holds_the_smallest_memory(placement: Placement
 def test_plan_is_faster_and_fits() -> None:
     costs = CostTable.uniform(4)
     safe = safe_schedule(Placement.linear(4), 8)
-    plan = make_plan(costs, safe, [4.0] * 4, seconds=5)
-    assert plan.is_new
-    assert Outlook.of(safe, costs) == plan.before
-    assert plan.after.step_s < plan.before.step_s
-    assert plan.after.peak_memory <= 4
+    found = choose_next(costs, safe, [4.0] * 4, seconds=5)
+    assert found.is_new
+    assert Outlook.of(safe, costs) == found.before
+    assert found.after.step_s < found.before.step_s
+    assert found.after.peak_memory <= 4
 
 
 def test_plan_for_too_little_memory_for_the_safe_schedule_is_slower() -> None:
     costs = CostTable.uniform(4)
     safe = safe_schedule(Placement.linear(4), 8)
-    plan = make_plan(costs, safe, [1.0] * 4, seconds=5)
-    assert plan.is_new
-    assert 1 == plan.after.peak_memory
-    assert plan.before.step_s < plan.after.step_s
+    found = choose_next(costs, safe, [1.0] * 4, seconds=5)
+    assert found.is_new
+    assert 1 == found.after.peak_memory
+    assert found.before.step_s < found.after.step_s
 
 
 def test_plan_keeps_the_schedule_if_none_is_faster() -> None:
     safe = safe_schedule(Placement.linear(1), 4)
-    plan = make_plan(CostTable.uniform(1, forward=0.5), safe, None, seconds=5)
-    assert not plan.is_new
-    assert safe.to_csv() == plan.csv
+    found = choose_next(CostTable.uniform(1, forward=0.5), safe, None, seconds=5)
+    assert not found.is_new
+    assert safe == found.schedule
     assert "kept the schedule: none that was found is faster (1e+04 ms a step, bubble 0.0%" in str(
-        plan
+        found
     )
 
 
@@ -110,15 +110,15 @@ def test_full_backwards_are_kept_where_the_halves_are_no_gain() -> None:
         backward=[2, 2],
         after_input=[0, 0],
     )
-    plan = make_plan(costs, safe_schedule(Placement.linear(2), 4), None, seconds=5)
-    assert not plan.is_new
+    found = choose_next(costs, safe_schedule(Placement.linear(2), 4), None, seconds=5)
+    assert not found.is_new
 
 
 def test_memory_in_which_one_microbatch_does_not_fit_is_rejected() -> None:
     safe = safe_schedule(Placement([0, 1, 1]), 4)
     message = "Nothing fits: rank 1 may hold 1.5, but one microbatch on its stages [1, 2] holds 2"
     with pytest.raises(ScheduleError, match=re.escape(message)):
-        make_plan(CostTable.uniform(3), safe, [4.0, 1.5], seconds=5)
+        choose_next(CostTable.uniform(3), safe, [4.0, 1.5], seconds=5)
 
 
 @pytest.mark.parametrize(
