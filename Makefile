@@ -32,6 +32,8 @@ bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/two_ranks/main.py
 	$(BIN)/python benchmarks/balance/main.py
 	$(BIN)/python benchmarks/skips/main.py
+	$(BIN)/python benchmarks/search/main.py
+	$(BIN)/python benchmarks/uneven/main.py
 
 fuzz: $(READY) ## Run the tests that draw random examples, on many more of them
 	PENSTOCK_FUZZ=1 $(BIN)/pytest -m fuzz

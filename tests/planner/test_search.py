@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 from problems import random_problem
 
-from penstock import CostTable, Placement, ScheduleError, SearchResult, search, simulate
+from penstock import (
+    CostError,
+    CostTable,
+    Placement,
+    ScheduleError,
+    SearchResult,
+    search,
+    simulate,
+)
 from penstock.ir import Backward, BackwardInput
 from penstock.planner import Problem
 from penstock.planner.registered import registered
@@ -235,9 +243,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_ranks": 8}, "The costs are of 4 stages, which cannot be shared out evenly among 8"),
     ({"num_ranks": 0}, "num_ranks is 0. Expected a whole number, at least 1."),
     ({"num_ranks": 2.0}, "num_ranks is 2.0. Expected a whole number, at least 1."),
-    ({"seconds": 0}, "seconds is 0. Expected a number above 0."),
-    ({"effort": -1}, "effort is -1. Expected a number above 0."),
-    ({"effort": "much"}, "effort is 'much'. Expected a number above 0."),
+    ({"seconds": 0}, "seconds is 0. Expected a finite number above 0."),
+    ({"effort": -1}, "effort is -1. Expected a finite number above 0."),
+    ({"effort": "much"}, "effort is 'much'. Expected a finite number above 0."),
+    ({"effort": float("inf")}, "effort is inf. Expected a finite number above 0."),
+    (
+        {"placements": Placement.linear(4)},
+        "placements is Placement(ranks=(0, 1, 2, 3)). Expected several to choose from: give",
+    ),
     ({"placements": []}, "placements is empty. Give at least one, or leave it out."),
     ({"placements": [Placement.v(2)]}, "placements holds Placement(ranks=(0, 1, 1, 0)). Expected"),
     ({"placements": ["V"]}, "placements holds 'V'. Expected a Placement on 4 ranks, such as"),
@@ -250,6 +263,21 @@ def test_bad_argument_is_rejected(changes: dict[str, Any], message: str) -> None
     question = {"num_ranks": 4, "num_microbatches": 4, **changes}
     with pytest.raises(ScheduleError, match=re.escape(message)):
         search(COSTS, **question)
+
+
+@pytest.mark.parametrize("costs", [None, [1, 2]])
+def test_costs_that_are_no_table_are_rejected(costs: Any) -> None:
+    with pytest.raises(CostError, match=r"Expected a penstock\.CostTable\."):
+        search(costs, 2, 2)
+
+
+def test_bound_of_nothing_is_no_proof() -> None:
+    """With every F hidden behind a backward, nothing might be left; but the backwards are none."""
+    costs = CostTable.uniform(4, backward_input=0, backward_weight=0, overlap_saving=1)
+    found = search(costs, 4, 8, effort=0.1)
+    assert found.lower_bound >= 8
+    nothing = replace(found, lower_bound=0.0)
+    assert float("inf") == nothing.gap
 
 
 def test_result_is_a_table_of_what_was_tried() -> None:

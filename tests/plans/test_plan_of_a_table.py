@@ -78,7 +78,7 @@ def test_memory_is_for_activations() -> None:
     assert (4.0, 4.0) == plan.best.memory
     assert [2] == [out.num_microbatches for out in plan.left_out]
     with pytest.raises(
-        ScheduleError, match="smallest that fits is 4: with 4 microbatches of 1, linear"
+        ScheduleError, match="smallest found that fits is 4: with 4 microbatches of 1, linear"
     ):
         penstock.plan(table(), 2, **options, memory=3.9)
 

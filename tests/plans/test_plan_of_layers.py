@@ -1,5 +1,6 @@
 """Plans from the costs of layers."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 import penstock
 from penstock import CostTable, LayerCost, Placement
-from penstock.errors import ScheduleError
+from penstock.errors import CostError, ScheduleError
 
 EFFORT = 0.02
 
@@ -191,7 +192,7 @@ def test_nothing_fits_names_the_least_memory_and_its_cut() -> None:
     with pytest.raises(ScheduleError, match="No plan fits: memory is 9 on each rank") as info:
         make_plan(given, 2, **question, memory=9)
     assert (
-        "The smallest that fits is 10: with 4 microbatches of 1, linear, cut at l2. "
+        "The smallest found that fits is 10: with 4 microbatches of 1, linear, cut at l2. "
         "Allow that, or use more ranks." in str(info.value)
     )
     assert 10 == max(make_plan(given, 2, **question, memory=10).best.memory)
@@ -232,3 +233,13 @@ def test_time_budget_is_kept_and_said() -> None:
     assert not plan.is_complete
     assert "(stopped by its time budget)" in str(plan)
     assert plan.rows
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("time", "x"), ("time", float("inf")), ("parameter_bytes", float("nan")), ("time", 10**400)],
+)
+def test_layer_whose_costs_are_no_amounts_is_rejected(name: str, value: Any) -> None:
+    bad = replace(layers([3.0])[0], **{name: value})
+    with pytest.raises(CostError, match=rf"layers\[0\]\.{name} is .*Expected a finite number"):
+        make_plan([bad, *layers([3.0] * 3)], 2, batch=8, mb_size=1)

@@ -213,6 +213,53 @@ def test_costs_without_a_loss_are_rejected() -> None:
     local_ranks(1, main)
 
 
+def test_buffers_that_come_go_and_grow_are_as_before() -> None:
+    class Caching(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 6)
+            self.register_buffer("grows", torch.zeros(1))
+            self.register_buffer("goes", torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.grows = torch.cat([self.grows, self.grows])
+            if "goes" in self._buffers:
+                del self.goes
+            self.register_buffer("comes", torch.ones(3))
+            return super().forward(x)
+
+    module = Caching().double()
+    expected = {name: value.clone() for name, value in module.state_dict().items()}
+    measure([module], Placement.linear(1))
+    found = module.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_compiled_function_in_a_stage_is_still_compiled_afterwards() -> None:
+    """Where operations are watched, torch.compile gives up a function for good."""
+    runs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            runs.append(1)
+            return graph(*args)
+
+        return run
+
+    @torch.compile(backend=backend)
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    class Calling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(double(x))  # Of a leaf: torch warns of others.
+
+    measure([Calling(6, 6).double()], Placement.linear(1))
+    before = len(runs)
+    double(torch.ones(2, 6, dtype=torch.float64))
+    assert before < len(runs)
+
+
 def test_stage_that_fails_leaves_gradients_as_they_were() -> None:
     class Failing(nn.Linear):
         count = 0

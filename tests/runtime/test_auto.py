@@ -2,8 +2,10 @@
 
 import logging
 import re
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -280,8 +282,9 @@ def test_ranks_that_disagree_on_the_memory_are_rejected() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory": 0}, "memory is 0. Expected bytes that a rank may hold for its microbatches"),
-        ({"memory": [1, "2"]}, r"memory is \(1, '2'\). Expected bytes that a rank may hold"),
+        ({"memory": 0}, "memory is 0.0. Expected bytes that a rank may hold for its microbatches"),
+        ({"memory": [1, "2"]}, r"memory is \(1.0, '2'\). Expected bytes that a rank may hold"),
+        ({"memory": "12"}, "memory is '12'. Expected bytes that a rank may hold"),
         ({"replan_when": -0.2}, "replan_when is -0.2. Expected a share such as 0.2, to plan again"),
         ({"measure_steps": 0}, "measure_steps is 0. Expected a whole number, at least 1."),
         ({"search_seconds": "1"}, "search_seconds is '1'. Expected a positive number."),
@@ -292,6 +295,25 @@ def test_ranks_that_disagree_on_the_memory_are_rejected() -> None:
 def test_option_that_makes_no_sense_is_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(StageError, match=message):
         step_on_two_ranks(**options)
+
+
+def test_numbers_of_any_kind_are_memory() -> None:
+    for memory in (np.int64(10**6), np.array(1e6), np.array([10**6, 10**6]), Fraction(10**6)):
+        step_on_two_ranks(memory=memory)
+
+
+def test_data_parallel_stages_that_share_a_rank_are_rejected() -> None:
+    """Replicas would find schedules of their own, and reduce gradients with the wrong ones."""
+
+    class Wrapped(penstock.PipelineStage):
+        is_data_parallel = True  # type: ignore[assignment]
+
+    def main(group: LocalGroup) -> None:
+        stages = [Wrapped(nn.Linear(2, 2), index, 2, "cpu", group=group) for index in range(2)]
+        with pytest.raises(StageError, match=r"stages \[0, 1\] are data parallel, with several on"):
+            Pipeline(stages, "auto", n_microbatches=2, loss_fn=mean_square)
+
+    local_ranks(1, main)
 
 
 def test_memory_for_another_number_of_ranks_is_rejected() -> None:

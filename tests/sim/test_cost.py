@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -176,3 +177,29 @@ def test_uniform_costs_need_a_stage_per_rank(stages_per_rank: int) -> None:
 
 def test_numpy_number_stands_for_all_stages() -> None:
     assert (2.0, 2.0) == CostTable.uniform(2, after_forward=np.float32(2)).after_forward
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32, np.uint8, Fraction])
+def test_numbers_of_other_kinds_become_python_s_own(kind: type) -> None:
+    """Sums of float32 are rounded more, those of uint8 wrap."""
+    costs = CostTable(
+        forward=[kind(200)] * 2, backward_input=[kind(200)] * 2, backward_weight=[kind(100)] * 2
+    )
+    assert (300, 300) == costs.backward
+    assert {int, float} >= {type(value) for value in (*costs.forward, *costs.backward)}
+    assert costs == CostTable.from_json(costs.to_json())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap_saving": "x"}, "overlap_saving is 'x'. Expected a number."),
+        ({"backward_input": ["a", 1]}, "backward_input[0] is 'a'. Expected a number."),
+        ({"forward": [10**400, 1]}, "forward[0] has more digits than a float holds."),
+        ({"delay": None}, "delay is None. Expected a number."),
+    ],
+)
+def test_value_that_is_no_number_is_named(options: dict[str, Any], message: str) -> None:
+    table: dict[str, Any] = {"forward": [1, 1], "backward_input": [1, 1], "backward_weight": [1, 1]}
+    with pytest.raises(CostError, match=re.escape(message)):
+        CostTable(**{**table, **options})

@@ -58,7 +58,7 @@ def cap_of_each_rank(
         )
     if any(not isinstance(cap, Real) or isnan(cap) for cap in caps):
         raise CostError(f"{name} is {memory}. Expected numbers, in the costs' unit.")
-    return caps
+    return tuple(map(float, caps))
 
 
 def held_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterator[Held]:

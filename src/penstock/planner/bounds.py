@@ -34,11 +34,12 @@ class _Work:
 
     A full backward may be quicker than its halves, and a pair that overlaps quicker than its two
     parts. Let I take the lesser of I and B, and W what is then missing to the lesser of I + W and
-    B; and let F take the share that no overlap saves. Replace such actions by halves, and by F and
-    then the backward, that take so long: none ends later than before, so what others wait for
-    comes no later. As to memory, all that is argued below is about what is held when an F starts.
-    No F starts between the halves, so it is the same there, and an F counts before its pair's
-    backward frees anything. So what bounds schedules without such actions bounds all.
+    B; and let F take what is left if it overlaps the longest backward of its rank. Replace such
+    actions by halves, and by F and then the backward, that take so long: none ends later than
+    before, so what others wait for comes no later. As to memory, all that is argued below is about
+    what is held when an F starts. No F starts between the halves, so it is the same there, and an
+    F counts before its pair's backward frees anything. So what bounds schedules without such
+    actions bounds all.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -46,14 +47,21 @@ class _Work:
         self.num_microbatches = problem.num_microbatches
         durations, saving = problem.durations, problem.costs.overlap_saving
         stages = range(problem.num_stages)
-        self.forward = [durations[4 * s + FORWARD] * (1 - saving) for s in stages]
+        self.ranks = problem.placement.ranks
+        longest = [
+            max(max(durations[4 * s + INPUT], durations[4 * s + FULL]) for s in held)
+            for held in problem.stages_of
+        ]
+        self.forward = [
+            time - saving * min(time, longest[self.ranks[s]])
+            for s, time in enumerate(durations[FORWARD::4])
+        ]
         self.input = [min(durations[4 * s + INPUT], durations[4 * s + FULL]) for s in stages]
         self.weight = [
             min(durations[4 * s + INPUT] + durations[4 * s + WEIGHT], durations[4 * s + FULL])
             - self.input[s]
             for s in stages
         ]
-        self.ranks = problem.placement.ranks
 
     def most_ahead(self, stage: int, other: int) -> int:
         """With this many microbatches ahead, F on `stage` must wait for I on `other`.

@@ -24,6 +24,10 @@ def default_placements(num_stages: int, num_ranks: int) -> list[Placement]:
 
 
 def check_placements(placements: Iterable[Placement], num_ranks: int) -> list[Placement]:
+    if isinstance(placements, Placement):
+        raise ScheduleError(
+            f"placements is {placements!r}. Expected several to choose from: give a list."
+        )
     chosen = list(placements)
     if not chosen:
         raise ScheduleError("placements is empty. Give at least one, or leave it out.")

@@ -113,7 +113,7 @@ class Problem:
         one microbatch after the other, with full backwards, takes no more.
         """
         kept = self.costs.after_forward
-        return tuple(sum(kept[stage] for stage in stages) for stages in self.stages_of)
+        return tuple(float(sum(kept[stage] for stage in stages)) for stages in self.stages_of)
 
     def find_shortage(self) -> int | None:
         """The first rank on which nothing fits, if there is one."""
@@ -183,22 +183,27 @@ def nothing_fits(problems: Sequence[Problem]) -> ScheduleError:
     problem = min(problems, key=lambda problem: max(problem.smallest_caps))
     rank = problem.find_shortage()
     assert rank is not None
+    cap, needed = in_full(problem.caps[rank]), in_full(problem.smallest_caps[rank])
     return ScheduleError(
-        f"Nothing fits: rank {rank} may hold {problem.caps[rank]:g}, but one microbatch on its "
-        f"stages {list(problem.stages_of[rank])} holds {problem.smallest_caps[rank]:g} when its "
-        f"backward begins. The smallest memory that fits is {in_full(max(problem.smallest_caps))} "
-        "on each rank: allow that, use smaller microbatches, or cut the model into more stages."
+        f"Nothing fits: rank {rank} may hold {cap}, but one microbatch on its stages "
+        f"{list(problem.stages_of[rank])} holds {needed} when its backward begins. The smallest "
+        f"memory that fits is {in_full(max(problem.smallest_caps))} on each rank: allow that, use "
+        "smaller microbatches, or cut the model into more stages."
     )
 
 
 def in_full(value: float) -> str:
     """All digits, so that who takes it at its word has enough."""
-    return str(int(value)) if value == int(value) else repr(value)
+    return f"{value:.0f}" if value.is_integer() else repr(value)
+
+
+def check_costs(costs: CostTable) -> None:
+    if not isinstance(costs, CostTable):
+        raise CostError(f"costs is {costs!r}. Expected a penstock.CostTable.")
 
 
 def _check(costs: CostTable, placement: Placement, num_microbatches: int, clock: Clock) -> None:
-    if not isinstance(costs, CostTable):
-        raise CostError(f"costs is {costs!r}. Expected a penstock.CostTable.")
+    check_costs(costs)
     if not isinstance(placement, Placement):
         raise ScheduleError(
             f"placement is {placement!r}. Expected a Placement, such as Placement.v(2)."

@@ -1,6 +1,7 @@
 """What a search found, and what it tried."""
 
 from dataclasses import dataclass
+from math import inf
 
 from penstock.ir import Schedule
 from penstock.schedules.base import Clock
@@ -47,7 +48,9 @@ class SearchResult:
     @property
     def gap(self) -> float:
         """By which share the schedule is slower than the bound: 0 is proven to be the best."""
-        gap = self.time / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
+        if self.lower_bound <= 0:
+            return inf if self.time > 0 else 0.0
+        gap = self.time / self.lower_bound - 1
         return gap if gap > 1e-9 else 0.0
 
     def __repr__(self) -> str:

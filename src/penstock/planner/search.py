@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, inf
+from numbers import Real
 
 from penstock.errors import ScheduleError
 from penstock.ir import Placement, Schedule
@@ -22,6 +23,7 @@ from penstock.planner.problem import (
     WEIGHT,
     Order,
     Problem,
+    check_costs,
     codes,
     nothing_fits,
 )
@@ -32,11 +34,12 @@ from penstock.sim import CostTable, Report, simulate
 
 _FAR_BEHIND = 1.05  # A placement that takes so much longer than another is not looked into further.
 _NUM_STARTS = 4  # From how many of the best orders moves begin, and how warm it is then: in times
-_HEATS, _LAST_HEATS = (0.2, 0.8, 2.4, 2.4), (0.3, 0.1)  # of a mean action, and for the last walks.
+_HEATS, _LAST_HEATS = (0.2, 0.8, 2.4), (0.3, 0.1, 0.1)  # of a mean action, and for the last walks.
+_LAST_LENGTH = 3  # How many times as long the last walks are.
 # How much is tried with an effort of 1, the less the more actions there are:
 _GRID, _FEWEST_IN_GRID = 3e5, 72  # policies that all ranks share,
 _POLICIES, _FEWEST_POLICIES, _MOST_POLICIES = 2e5, 100, 2_000  # policies near the best of them,
-_MOVES, _FEWEST_MOVES, _MOST_MOVES = 1.7e8, 40, 12_000  # and moves of each walk.
+_MOVES, _FEWEST_MOVES, _MOST_MOVES = 1.7e8, 30, 12_000  # and moves of each walk.
 
 
 def search(
@@ -69,6 +72,7 @@ def search(
     """
     _check_positive("seconds", seconds)
     _check_positive("effort", effort)
+    check_costs(costs)
     if placements is None:
         placements = default_placements(costs.num_stages, num_ranks)
     problems = [
@@ -188,19 +192,19 @@ class _Search:
         for candidate in sorted(self._best, key=lambda candidate: candidate.cost):
             if len(starts) < _NUM_STARTS and all(candidate.orders != c.orders for c in starts):
                 starts.append(candidate)
-        walks: list[tuple[_Candidate | None, float]] = [
-            *((start, heat) for heat in _HEATS for start in starts),
-            *((None, heat) for heat in _LAST_HEATS),
+        walks: list[tuple[_Candidate | None, float, float]] = [
+            *((start, heat, 1.0) for heat in _HEATS for start in starts),
+            *((None, heat, _LAST_LENGTH) for heat in _LAST_HEATS),
         ]
         count = 0
-        for seed, (chosen, heat) in enumerate(walks):
+        for seed, (chosen, heat, length) in enumerate(walks):
             start = chosen or min(self._best, key=lambda candidate: candidate.time)
             if not self._is_over(start.problem):
-                count += self._walk(start, heat, seed)
+                count += self._walk(start, heat, length, seed)
         if count:
             self._note("moves", min(self._best, key=lambda candidate: candidate.time), count)
 
-    def _walk(self, start: _Candidate, heat: float, seed: int) -> int:
+    def _walk(self, start: _Candidate, heat: float, length: float, seed: int) -> int:
         """Keeps where a walk led; returns how many orders it tried."""
         problem = start.problem
         # The fewer actions, the longer: the best is then within reach.
@@ -208,7 +212,7 @@ class _Search:
         walk = anneal(
             problem,
             start.orders,
-            num_moves=self._amount(usual, _FEWEST_MOVES, _MOST_MOVES),
+            num_moves=round(length * self._amount(usual, _FEWEST_MOVES, _MOST_MOVES)),
             heat=heat * _mean_duration(problem),
             seed=seed,
             goal=-inf if problem.has_queues else self._goal(problem),
@@ -302,5 +306,5 @@ def _split_where_quicker(problem: Problem, orders: list[Order]) -> list[Order]:
 
 
 def _check_positive(name: str, value: float) -> None:
-    if not isinstance(value, int | float) or not value > 0:
-        raise ScheduleError(f"{name} is {value!r}. Expected a number above 0.")
+    if not isinstance(value, Real) or not 0 < value < inf:
+        raise ScheduleError(f"{name} is {value!r}. Expected a finite number above 0.")

@@ -213,7 +213,7 @@ def _no_plan(
         )
     cut = f", cut at {', '.join(nearest.cut_points)}" if nearest.cut_points else ""
     return ScheduleError(
-        f"No plan fits: memory is {memory:g} on each rank. The smallest that fits is "
+        f"No plan fits: memory is {in_full(memory)} on each rank. The smallest found that fits is "
         f"{in_full(nearest.least_memory)}: with {count} microbatches of {batch_size // count}, "
         f"{describe(placement)}{cut}. Allow that, or use more ranks"
         f"{' or more microbatches' if count < batch_size else ''}."

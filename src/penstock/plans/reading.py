@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CostError
 from penstock.microbatch import split_args_kwargs_into_chunks
+from penstock.plans.values import to_amount
 from penstock.trace import LayerCost, count_layers, measure_layers
 
 LOGGER = logging.getLogger("penstock")
@@ -40,6 +41,10 @@ class GivenLayers:
                 f"The costs of layers are {self.given!r}. Expected at least one LayerCost: those "
                 "of penstock.count_layers() or measure_layers(), or some that you make."
             )
+
+        for index, cost in enumerate(self.given):
+            for name in ("time", "parameter_bytes", "activation_bytes"):
+                to_amount(f"layers[{index}].{name}", getattr(cost, name))
 
     def costs(self, num_microbatches: int) -> list[LayerCost]:
         factor = self.batch_size / num_microbatches / self.mb_size

@@ -1,7 +1,7 @@
 """Numbers as users give them: checked."""
 
 from collections.abc import Iterable
-from math import inf
+from math import inf, nan
 from numbers import Real
 from typing import Any
 
@@ -23,8 +23,11 @@ def to_counts(name: str, values: Any) -> list[int]:
 
 
 def to_amount(name: str, value: Any, *, above_zero: bool = False) -> float:
-    is_number = isinstance(value, Real) and 0 <= float(value) < inf
-    if not is_number or (above_zero and value == 0):
+    try:
+        amount = float(value) if isinstance(value, Real) else nan
+    except OverflowError:
+        amount = inf
+    if not 0 <= amount < inf or (above_zero and amount == 0):
         expected = "above 0" if above_zero else "that is not negative"
         raise CostError(f"{name} is {value!r}. Expected a finite number {expected}.")
-    return float(value)
+    return amount

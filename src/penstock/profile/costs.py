@@ -129,10 +129,13 @@ class _CostPilot(AbstractPilot):
 def _without_grads(module: nn.Module) -> Iterator[None]:
     """Takes gradients off the parameters, and puts the same tensors back."""
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
+    values = [(grad, grad.clone()) for _, grad in before if grad is not None]
     try:
         for parameter, _ in before:
             parameter.grad = None
         yield
     finally:
+        for changed, value in values:
+            changed.copy_(value)  # It may be a view of a bucket that was written to.
         for parameter, grad in before:
             parameter.grad = grad

@@ -12,8 +12,10 @@ found. Every step trains: only the order of its actions differs.
 import logging
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 
@@ -60,7 +62,7 @@ class AutoOptions:
                 f"replan_when is {self.replan_when!r}. Expected a share such as 0.2, to plan again "
                 "when times have changed by more than 20 %, or None."
             )
-        if not isinstance(self.measure_steps, int) or self.measure_steps < 1:
+        if not isinstance(self.measure_steps, Integral) or int(self.measure_steps) < 1:
             raise StageError(
                 f"measure_steps is {self.measure_steps!r}. Expected a whole number, at least 1."
             )
@@ -77,8 +79,7 @@ class AutoOptions:
         measure_steps: int,
         search_seconds: float,
     ) -> "AutoOptions":
-        caps = tuple(memory) if isinstance(memory, Iterable) else memory
-        return cls(caps, replan_when, measure_steps, search_seconds)
+        return cls(_plain(memory), replan_when, measure_steps, search_seconds)
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
@@ -120,6 +121,7 @@ class Auto(AbstractPilot):
 
     def __init__(self, options: AutoOptions, timeout_s: float) -> None:
         self._options = options
+        self._look_every = _LOOK_EVERY
         # The others wait for rank 0 while it searches.
         self._search_s = min(options.search_seconds, timeout_s / 2)
 
@@ -158,6 +160,7 @@ class Auto(AbstractPilot):
         elif meter is None:
             phase.num_steps += 1
         elif self._has_drifted(phase, meter):
+            self._look_every *= 2  # Times that never rest are not worth a search each time.
             self._phase = self._measure()
         else:
             phase.num_steps += 1
@@ -200,7 +203,7 @@ class Auto(AbstractPilot):
         """Whether the next step is one in which drift is looked for; the same on all ranks."""
         if self._options.replan_when is None or phase.num_steps < _NUM_TIMED:
             return False
-        return phase.num_drifted > 0 or phase.num_steps % _LOOK_EVERY == 0
+        return phase.num_drifted > 0 or phase.num_steps % self._look_every == 0
 
     def _has_drifted(self, phase: _Following, meter: Meter) -> bool:
         """Whether it is time to plan again: once may be by chance, twice is not."""
@@ -218,5 +221,15 @@ class Auto(AbstractPilot):
         return True
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def _plain(memory: Any) -> Any:
+    """Floats for numbers of any kind, so that ranks that mean the same agree."""
+    if isinstance(memory, Iterable) and not isinstance(memory, str | bytes | Mapping | Set):
+        try:
+            return tuple(map(_plain, memory))
+        except TypeError:  # An array of no dimensions.
+            return float(memory)  # type: ignore[arg-type]
+    return float(memory) if isinstance(memory, Real) else memory
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0

@@ -95,3 +95,15 @@ def check_fit(schedule: Schedule, stages: list[PipelineStage]) -> None:
             f"rank {rank} was given stages {held}, but the schedule places {expected} there. "
             f"Give it those: schedule.placement.stages_of({rank})."
         )
+
+
+def check_replicas(stages: list[PipelineStage]) -> None:
+    """Raises if the stages of a rank would reduce their gradients in an order of its own."""
+    wrapped = [stage.stage_index for stage in stages if stage.is_data_parallel]
+    if wrapped and len(stages) > 1:
+        raise StageError(
+            f'schedule is "auto", and stages {wrapped} are data parallel, with several on a rank. '
+            "Every replica would find a schedule of its own, in which gradients are complete in "
+            "another order, and be reduced with the wrong ones. Give all replicas one schedule: "
+            "find it with penstock.measure_costs and penstock.search, on one of them."
+        )

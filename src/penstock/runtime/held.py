@@ -6,9 +6,10 @@ backward is not disturbed by this, as it would be by hooks on what autograd save
 compiled stages, whose operations cannot be watched and whose backward is never split.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -106,7 +107,7 @@ class _Watched:
     @contextmanager
     def watching(self, stage: PipelineStage, arguments: Any) -> Iterator[Note]:
         if not stage.is_compiled:
-            with _Watch(self):
+            with _without_compiling(), _Watch(self):
                 yield note_nothing
             return
         given = [*stage.submod.parameters(), *stage.submod.buffers(), arguments]
@@ -140,6 +141,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is 
         known = _addresses((args, kwargs))
         self._watched.note(x for x in pytree.tree_leaves(results) if _is_new(x, known))
         return results
+
+
+def _without_compiling() -> AbstractContextManager[Any]:
+    """Compiled functions run as they were written: where operations are watched, torch.compile
+    would give them up for good."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def note_nothing(outputs: Any) -> None:

@@ -28,6 +28,7 @@ from penstock.runtime.checks import (
     as_schedule,
     check_count,
     check_fit,
+    check_replicas,
     check_stages,
     check_timeout,
 )
@@ -99,6 +100,7 @@ class Pipeline:
                     'schedule is "auto", which needs a loss_fn: without a backward there is '
                     "nothing to plan. Give one, or the name of a schedule."
                 )
+            check_replicas(held)
             schedule = Auto(options, self._timeout_s)
         elif options != AutoOptions.of(None, None, 1, DEFAULT_SEARCH_S):
             raise StageError(

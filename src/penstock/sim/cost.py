@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Real
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -72,15 +72,15 @@ class CostTable:
             "backward_input": halves[0],
             "backward_weight": halves[1],
             "backward": full,
-            "after_forward": _spread(after_forward, num_stages),
-            "after_input": _spread(after_input, num_stages),
-            "delay": _spread(delay, num_edges),
-            "message_bytes": _spread(message_bytes, num_edges),
-            "bandwidth": _spread(bandwidth, num_edges),
+            "after_forward": _spread("after_forward", after_forward, num_stages),
+            "after_input": _spread("after_input", after_input, num_stages),
+            "delay": _spread("delay", delay, num_edges),
+            "message_bytes": _spread("message_bytes", message_bytes, num_edges),
+            "bandwidth": _spread("bandwidth", bandwidth, num_edges),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "overlap_saving", overlap_saving)
+        object.__setattr__(self, "overlap_saving", _plain("overlap_saving", overlap_saving))
         self._check()
 
     @classmethod
@@ -209,16 +209,25 @@ def _each(name: str, values: Iterable[float]) -> tuple[float, ...]:
             f"{name} is {values!r}. Expected one number per stage; "
             "CostTable.uniform gives all stages the same."
         )
-    return tuple(values)
+    return tuple(_plain(f"{name}[{index}]", value) for index, value in enumerate(values))
 
 
-def _spread(value: Iterable[float] | float, count: int) -> tuple[float, ...]:
-    return tuple(value) if isinstance(value, Iterable) else (value,) * count
+def _spread(name: str, value: Iterable[float] | float, count: int) -> tuple[float, ...]:
+    return _each(name, value) if isinstance(value, Iterable) else (_plain(name, value),) * count
+
+
+def _plain(name: str, value: float) -> float:
+    """A number of Python's own: sums of others may be rounded, or overflow, by rules of theirs."""
+    if not isinstance(value, Real):
+        raise CostError(f"{name} is {value!r}. Expected a number.")
+    try:
+        as_float = float(value)
+    except OverflowError:
+        raise CostError(f"{name} has more digits than a float holds. Use a larger unit.") from None
+    return value if type(value) is int else as_float
 
 
 def _check_value(name: str, index: int, value: float) -> None:
-    if not isinstance(value, Real):
-        raise CostError(f"{name}[{index}] is {value!r}. Expected a number.")
     if name == "bandwidth":
         fits, expected = value > 0, "a positive number, or math.inf"
     else:
@@ -231,7 +240,7 @@ def _as_json(value: float) -> float | str:
     """A number that json writes in full; JSON has no infinity, so that is a word."""
     if value == math.inf:
         return "inf"
-    return int(value) if isinstance(value, Integral) else float(value)
+    return value
 
 
 def _from_json(name: str, value: Any) -> Any:
@@ -260,7 +269,7 @@ def _parse(text: str) -> dict[str, Any]:
         )
     try:
         values = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise CostError(
             f"The text is no JSON: {exc}. Expected what CostTable.to_json() wrote."
         ) from exc
