@@ -7,7 +7,6 @@ uneven stages, more and more ranks and microbatches. `certify`: the small random
 """
 
 import argparse
-import csv
 import json
 import random
 import statistics
@@ -19,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "planner"))
+from problems import random_problem
 from processes import environment
+from published_rows import read_rows, search_row
+from test_certify import gap_to_optimum
 
-from penstock import CostTable, Placement, search
-from penstock.planner import SearchResult
-
-TESTS = Path(__file__).parents[2] / "tests"
-PUBLISHED = TESTS / "data" / "published_bubbles.csv"
+from penstock import CostTable, search
 
 # Ranks, microbatches, and the seconds that were asked for, if any.
 SIZES = [
@@ -111,24 +111,6 @@ class Published(NamedTuple):
     seconds: float
 
 
-def search_row(line: dict[str, str], held: int, *, halves: bool) -> SearchResult:
-    p, hidden, heads = int(line["p"]), int(line["hidden"]), int(line["heads"])
-    after_forward = 34 * hidden + 5 * heads * 1024
-    costs = CostTable.uniform(
-        2 * p if halves else p,
-        stages_per_rank=2 if halves else 1,
-        forward=float(line["t_f"]),
-        backward_input=float(line["t_i"]),
-        backward_weight=float(line["t_w"]),
-        after_forward=after_forward,
-        after_input=32 * hidden,
-        delay=float(line["t_comm"]),
-    )
-    placement = Placement.v(p) if halves else Placement.linear(p)
-    cap = held * after_forward
-    return search(costs, p, int(line["m"]), memory=cap, placements=[placement], clock="span")
-
-
 def measure_published(line: dict[str, str]) -> list[Published]:
     p = int(line["p"])
     work = int(line["m"]) * sum(float(line[name]) for name in ("t_f", "t_i", "t_w"))
@@ -138,7 +120,7 @@ def measure_published(line: dict[str, str]) -> list[Published]:
         ("linear, 2p", 2 * p, False, float(line["zb_2p"])),
         ("V, 1p", p, True, float(line["zb_1p"]) / 2),
     ):
-        found = search_row(line, held, halves=halves)
+        found = search_row(line, microbatches_held=held, halves=halves)
         bound = max(0.0, 1 - work / found.lower_bound)
         rows.append(
             Published(
@@ -174,10 +156,6 @@ def published_table(rows: list[Published]) -> Table:
 
 def certify(count: int) -> list[float]:
     """By which share the search is slower than the best schedule, for each problem."""
-    sys.path += [str(TESTS), str(TESTS / "planner")]
-    from problems import random_problem
-    from test_certify import gap_to_optimum
-
     gaps = []
     for seed in range(count):
         gaps.append(gap_to_optimum(random_problem(seed)))
@@ -211,8 +189,7 @@ def main() -> None:
     published: list[Published] = []
     gaps: list[float] = []
     if args.experiment in (None, "published"):
-        lines = [line for line in PUBLISHED.read_text().splitlines() if not line.startswith("#")]
-        for line in list(csv.DictReader(lines))[: 1 if args.quick else None]:
+        for line in read_rows()[: 1 if args.quick else None]:
             published += measure_published(line)
         console.print(published_table(published))
     if args.experiment in (None, "growth"):

@@ -1,15 +1,14 @@
 """The search: never worse than what is registered, within memory and time, the same each time."""
 
-import csv
 import re
 import time
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from problems import random_problem
+from published_rows import read_rows, search_row
 
 from penstock import (
     CostError,
@@ -68,35 +67,9 @@ def test_no_registered_schedule_that_fits_is_faster(seed: int) -> None:
             assert found.time <= problem.time_of(report), name
 
 
-TABLE = Path(__file__).parents[1] / "data" / "published_bubbles.csv"
-LINES = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
 every_row = pytest.mark.parametrize(
-    "row", list(csv.DictReader(LINES)), ids=lambda row: f"{row['model']}-{row['m']}"
+    "row", read_rows(), ids=lambda row: f"{row['model']}-{row['m']}"
 )
-
-
-def search_row(row: dict[str, str], *, microbatches_held: float, halves: bool) -> SearchResult:
-    """The best by span for a line of the published tables, one stage per rank or two in a V."""
-    p, hidden, heads = int(row["p"]), int(row["hidden"]), int(row["heads"])
-    after_forward = 34 * hidden + 5 * heads * 1024
-    costs = CostTable.uniform(
-        2 * p if halves else p,
-        stages_per_rank=2 if halves else 1,
-        forward=float(row["t_f"]),
-        backward_input=float(row["t_i"]),
-        backward_weight=float(row["t_w"]),
-        after_forward=after_forward,
-        after_input=32 * hidden,
-        delay=float(row["t_comm"]),
-    )
-    return search(
-        costs,
-        p,
-        int(row["m"]),
-        memory=microbatches_held * after_forward,
-        placements=[Placement.v(p) if halves else Placement.linear(p)],
-        clock="span",
-    )
 
 
 @every_row
