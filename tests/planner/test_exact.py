@@ -296,9 +296,9 @@ def test_progress_tells_of_better_schedules_and_bounds() -> None:
 
 def test_progress_is_printed_as_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     print_progress(ExactProgress(best=20.0, lower_bound=15.0, seconds=1.25))
-    assert "   1.2 s  best 20  lower bound 15  gap 25.00%\n" == capsys.readouterr().err
-    print_progress(ExactProgress(best=0.0, lower_bound=0.0, seconds=0.0))
-    assert "gap 0.00%" in capsys.readouterr().err
+    assert "   1.2 s  best 20  lower bound 15  gap 33.33%\n" == capsys.readouterr().err
+    print_progress(ExactProgress(best=20.0, lower_bound=0.0, seconds=0.0))
+    assert "gap inf%" in capsys.readouterr().err
 
 
 def test_exception_of_progress_ends_the_search_and_is_raised() -> None:

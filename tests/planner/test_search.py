@@ -253,6 +253,18 @@ def test_bound_of_nothing_is_no_proof() -> None:
     assert float("inf") == nothing.gap
 
 
+def test_what_was_found_is_among_what_was_tried() -> None:
+    costs = CostTable(
+        forward=[10, 12, 9, 15], backward_input=[11, 12, 9, 14], backward_weight=[8, 9, 7, 12]
+    )
+    found = search(costs, 4, 8, memory=[4, 3, 2, 1], effort=0.1)
+    assert found.time == min(tried.time for tried in found.tried if tried.fits)
+    assert all(tried.count > 0 for tried in found.tried)
+    for seed in range(30):
+        found = find(random_problem(seed), effort=0.05)
+        assert found.time == min(tried.time for tried in found.tried if tried.fits)
+
+
 def test_result_is_a_table_of_what_was_tried() -> None:
     found = search(COSTS, 4, 8, memory=4)
     lines = str(found).splitlines()

@@ -134,9 +134,10 @@ class _Search:
             self._tried.append(Tried(name, where, took, report.peak_memory, fits, 1))
             if fits:
                 self._registered.append((schedule, report))
-                self._best.append(
-                    self._rate(problem, _split_where_quicker(problem, codes(schedule)))
-                )
+                split = self._rate(problem, _split_where_quicker(problem, codes(schedule)))
+                self._best.append(split)
+                if split.time < took:
+                    self._note(f"{name}, backwards split", split, 1)
 
     def _try_policies(self, problem: Problem) -> Policy | None:
         """The best policy of the grid; the best orders for each preference are kept."""
@@ -151,16 +152,16 @@ class _Search:
             count += 1
             found = self._rate(problem, dispatch(problem, policy))
             kind = policy.preference, policy.keeps_room
-            if kind not in best or found.cost < best[kind][0].cost:
+            is_proven = found.time <= self._goal(problem)
+            if is_proven or kind not in best or found.cost < best[kind][0].cost:
                 best[kind] = found, policy
-            if found.time <= self._goal(problem):
+            if is_proven:
                 break
         if not best:
             return None
         self._best += [found for found, _ in best.values()]  # Few, and different from each other.
-        found, policy = min(best.values(), key=lambda pair: pair[0].cost)
-        self._note("policies", found, count)
-        return policy
+        self._note("policies", min((found for found, _ in best.values()), key=_time), count)
+        return min(best.values(), key=lambda pair: pair[0].cost)[1]
 
     def _try_nearby(self, problem: Problem, policy: Policy) -> None:
         """Goes from policy to policy, at first also to worse ones."""
@@ -184,7 +185,8 @@ class _Search:
             if candidate.time < best.time:
                 best = candidate
         self._best.append(best)
-        self._note("policies by rank", best, count)
+        if count:
+            self._note("policies by rank", best, count)
 
     def _try_moves(self) -> None:
         """Walks from the best few, and at last from the best of all."""
@@ -198,11 +200,11 @@ class _Search:
         ]
         count = 0
         for seed, (chosen, heat, length) in enumerate(walks):
-            start = chosen or min(self._best, key=lambda candidate: candidate.time)
+            start = chosen or min(self._best, key=_time)
             if not self._is_over(start.problem):
                 count += self._walk(start, heat, length, seed)
         if count:
-            self._note("moves", min(self._best, key=lambda candidate: candidate.time), count)
+            self._note("moves", min(self._best, key=_time), count)
 
     def _walk(self, start: _Candidate, heat: float, length: float, seed: int) -> int:
         """Keeps where a walk led; returns how many orders it tried."""
@@ -260,7 +262,7 @@ class _Search:
         """The best by the simulator, which knows of messages that wait for each other."""
         problem = self._problems[0]  # Its clock is that of all.
         finalists = list(self._registered)
-        for candidate in sorted(self._best, key=lambda c: c.time)[:_NUM_STARTS]:
+        for candidate in sorted(self._best, key=_time)[:_NUM_STARTS]:
             schedule = candidate.problem.schedule(candidate.orders)
             report = simulate(schedule, candidate.problem.costs)
             assert candidate.problem.find_excess(report) is None
@@ -283,6 +285,10 @@ class _Search:
             seconds=time.monotonic() - self._start,
             is_complete=self._is_complete,
         )
+
+
+def _time(candidate: _Candidate) -> float:
+    return candidate.time
 
 
 def _mean_duration(problem: Problem) -> float:

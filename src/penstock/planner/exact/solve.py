@@ -7,6 +7,7 @@ that it can still improve a schedule, and bound what any other could reach.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
 
 from penstock.errors import CostError, ScheduleError
@@ -39,10 +40,11 @@ class ExactResult:
 
 def print_progress(progress: ExactProgress) -> None:
     """Writes a line to stderr; for the `progress` of `solve`."""
-    gap = 1 - progress.lower_bound / progress.best if progress.best > 0 else 0.0
+    bound = progress.lower_bound
+    gap = progress.best / bound - 1 if bound > 0 else inf
     print(
         f"{progress.seconds:6.1f} s  best {progress.best:.6g}  "
-        f"lower bound {progress.lower_bound:.6g}  gap {gap:.2%}",
+        f"lower bound {bound:.6g}  gap {gap:.2%}",
         file=sys.stderr,
     )
 
@@ -99,7 +101,7 @@ def _import_search() -> Callable[[TickProblem, Incumbent, float], None]:
     except ImportError as exc:
         raise ScheduleError(
             f"The exact solver needs OR-tools, which cannot be imported: {exc}. "
-            "Install it: pip install 'penstock[exact]'."
+            "Install it: pip install 'penstock[exact]', or '.[exact]' in the folder of Penstock."
         ) from exc
     return search
 
