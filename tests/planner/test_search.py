@@ -122,6 +122,8 @@ def test_search_stops_when_its_time_is_up() -> None:
     assert "stopped after" in str(found)
     assert time.monotonic() - start < 5  # Far above what it takes; without a stop it is more.
     found.schedule.verify(costs=costs, memory_cap=10)
+    [least] = [tried for tried in found.tried if tried.name == "one at a time"]
+    assert found.time < least.time / 2
 
 
 def test_number_of_stages_decides_which_placements_are_tried() -> None:

@@ -147,8 +147,8 @@ class _Search:
         policies = list(grid(problem))
         most = self._amount(_GRID / num_actions, _FEWEST_IN_GRID, len(policies))
         for policy in policies[:: -(-len(policies) // most)]:
-            if (best or self._best_of(problem) < inf) and self._is_over(problem):
-                break
+            if self._is_over(problem) and (best or self._is_proven(problem)):
+                break  # Out of time, one is tried all the same.
             count += 1
             found = self._rate(problem, dispatch(problem, policy))
             kind = policy.preference, policy.keeps_room
@@ -248,12 +248,15 @@ class _Search:
 
     def _is_over(self, problem: Problem) -> bool:
         """Whether what was found for this placement cannot be improved, or time is up."""
-        if self._best_of(problem) <= self._goal(problem):
+        if self._is_proven(problem):
             return True
         if time.monotonic() > self._deadline:
             self._is_complete = False
             return True
         return False
+
+    def _is_proven(self, problem: Problem) -> bool:
+        return self._best_of(problem) <= self._goal(problem)
 
     def _best_of(self, problem: Problem) -> float:
         return min((found.time for found in self._best if found.problem is problem), default=inf)
