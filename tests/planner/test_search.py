@@ -1,7 +1,6 @@
 """The search: never worse than what is registered, within memory and time, the same each time."""
 
 import re
-import time
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -116,11 +115,11 @@ def test_search_stops_when_its_time_is_up() -> None:
         backward_weight=[0.5] * 16,
         delay=0.1,
     )
-    start = time.monotonic()
     found = search(costs, 16, 64, memory=10, seconds=0.1)
     assert not found.is_complete
     assert "stopped after" in str(found)
-    assert time.monotonic() - start < 5  # Far above what it takes; without a stop it is more.
+    [policies] = [tried for tried in found.tried if tried.name == "policies"]
+    assert 10 > policies.count  # Of 72.
     found.schedule.verify(costs=costs, memory_cap=10)
     [least] = [tried for tried in found.tried if tried.name == "one at a time"]
     assert found.time < least.time / 2
