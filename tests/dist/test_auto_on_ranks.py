@@ -152,13 +152,13 @@ def test_all_ranks_end_if_the_search_fails_or_a_rank_dies_during_it(tmp_path: Pa
         assert first.is_a("Boom")
         for report in others:
             assert report.is_a("CommError")
-            assert "stopped waiting for the plan for the next steps by rank 0" in report.text
+            assert "stopped waiting for the schedule of the next steps by rank 0" in report.text
             assert "rank 0 failed: Boom: searching" in report.text
         _ended_soon(session, "raises", others)
 
         for report in session.reports("late")[1:]:
             assert report.is_a("CommError")  # A DeadlineError, unless the other's came first.
-            assert "waited 1 s for the plan for the next steps by rank 0, in vain" in report.text
+            assert "waited 1 s for the schedule of the next steps by rank 0, in vain" in report.text
 
         survivors = [session.report("dies", rank) for rank in (0, 2)]
         assert all(report.is_a("CommError") for report in survivors)
@@ -172,5 +172,5 @@ def test_others_end_if_the_rank_that_searches_dies(tmp_path: Path) -> None:
         session.join(SOON_S + 5)
         report = session.report("dies", 1)
         assert report.is_a("CommError")
-        assert "stopped waiting for the plan for the next steps by rank 0" in report.text
+        assert "stopped waiting for the schedule of the next steps by rank 0" in report.text
         _ended_soon(session, "dies", [report])
