@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.errors import ScheduleError
 from penstock.ir import Schedule
 from penstock.planner import search
+from penstock.runtime.safe import can_run
 from penstock.sim import CostTable, simulate
 
 
@@ -68,7 +68,7 @@ def choose_next(
     )
     found.schedule.verify(costs=costs, memory_cap=memory)
     before, after = Outlook.of(safe, costs), Outlook.of(found.schedule, costs)
-    keeps = before.step_s <= after.step_s and _fits(safe, costs, memory)
+    keeps = before.step_s <= after.step_s and can_run(safe, costs, memory)
     if keeps:
         return NextSchedule(safe, costs, before, before, is_new=False, gap=found.gap)
     return NextSchedule(found.schedule, costs, before, after, is_new=True, gap=found.gap)
@@ -81,11 +81,3 @@ def _in_words(num_bytes: float) -> str:
             break
         num_bytes /= 1000
     return f"{num_bytes:.3g} {unit}"
-
-
-def _fits(schedule: Schedule, costs: CostTable, memory: Sequence[float] | None) -> bool:
-    try:
-        schedule.verify(costs=costs, memory_cap=memory)
-    except ScheduleError:
-        return False
-    return True

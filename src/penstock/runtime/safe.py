@@ -1,6 +1,6 @@
 """A schedule for any placement that holds little memory, to run before anything is known."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.errors import ScheduleError
 from penstock.ir import (
@@ -14,7 +14,7 @@ from penstock.ir import (
 from penstock.ir.action import compute_parts
 from penstock.planner.one_at_a_time import one_at_a_time
 from penstock.planner.registered import registered
-from penstock.sim import simulate
+from penstock.sim import CostTable, simulate
 
 
 def safe_schedule(placement: Placement, num_microbatches: int) -> Schedule:
@@ -25,7 +25,7 @@ def safe_schedule(placement: Placement, num_microbatches: int) -> Schedule:
     found = [
         whole
         for _, schedule in registered(placement, num_microbatches)
-        if _can_run(whole := _with_full_backwards(schedule))
+        if can_run(whole := _with_full_backwards(schedule))
     ]
     if not found:
         return one_at_a_time(placement, num_microbatches)
@@ -52,9 +52,12 @@ def _with_full_backwards(schedule: Schedule) -> Schedule:
     return Schedule(orders, schedule.placement, schedule.num_microbatches)
 
 
-def _can_run(schedule: Schedule) -> bool:
+def can_run(
+    schedule: Schedule, costs: CostTable | None = None, memory: Sequence[float] | None = None
+) -> bool:
+    """Whether a schedule verifies, within the memory of each rank if that is given."""
     try:
-        schedule.verify()
-    except ScheduleError:  # Its weight backwards came first for a reason.
+        schedule.verify(costs=costs, memory_cap=memory)
+    except ScheduleError:
         return False
     return True
