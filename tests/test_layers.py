@@ -27,7 +27,9 @@ WITH_TORCH = (
     "trace",
     "profile",
     "plans",
+    "training",
     "cli",
+    "__main__",
 )
 LAYERS = WITHOUT_TORCH + WITH_TORCH
 

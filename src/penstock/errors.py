@@ -8,9 +8,12 @@ Each is also the built-in exception that fits, so `except RuntimeError` keeps wo
     ├── CommError        (RuntimeError)   another rank failed, or cannot be reached
     │   └── DeadlineError    (TimeoutError)   a message did not come in time
     ├── CostError        (ValueError)     a cost table does not fit together, or not the schedule
+    ├── DrawError        (ValueError)     a timeline cannot be drawn as asked
     ├── MicrobatchError  (ValueError)     a value cannot be cut into microbatches, or joined
+    ├── OptionError      (ValueError)     an option of the command line cannot be used
     ├── PartitionError   (ValueError)     a model cannot be cut into stages as asked
     ├── PipeliningShapeError (RuntimeError) a tensor between stages is not what was expected
+    ├── RecordError      (ValueError)     nothing was recorded, or a recording cannot be read
     ├── ScheduleError    (ValueError)     a schedule, a placement or its text is wrong
     ├── StageError       (ValueError)     stages do not fit the schedule, the group or their inputs
     └── TraceError       (RuntimeError)   a model's forward cannot be traced
@@ -41,8 +44,16 @@ class CostError(PipelineError, ValueError):
     """The costs do not fit together, or do not fit the schedule."""
 
 
+class DrawError(PipelineError, ValueError):
+    """A timeline cannot be drawn as asked."""
+
+
 class MicrobatchError(PipelineError, ValueError):
     """A value cannot be cut into microbatches, or what came out of them cannot be joined."""
+
+
+class OptionError(PipelineError, ValueError):
+    """An option of the command line cannot be used, or a file that it names."""
 
 
 class PartitionError(PipelineError, ValueError):
@@ -55,6 +66,10 @@ class PipeliningShapeError(PipelineError, RuntimeError):
 
 # The name that torch.distributed.pipelining gives it.
 PipeliningMetadataError = PipeliningShapeError
+
+
+class RecordError(PipelineError, ValueError):
+    """Nothing was recorded, or a recording cannot be read."""
 
 
 class ScheduleError(PipelineError, ValueError):

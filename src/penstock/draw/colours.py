@@ -1,0 +1,24 @@
+"""One colour for each kind of compute, the same in every drawing.
+
+They are of Okabe and Ito's set, which people with any colour vision can tell apart, and dark text
+can be read on all of them. The later a stage is among those of its rank, the paler it is.
+"""
+
+from penstock.draw.panel import Kind
+
+_COLOURS = {
+    Kind.FORWARD: (0x56, 0xB4, 0xE9),
+    Kind.BACKWARD: (0xE0, 0x7B, 0x39),
+    Kind.BACKWARD_INPUT: (0xF0, 0xB4, 0x29),
+    Kind.BACKWARD_WEIGHT: (0x2F, 0xB3, 0x8A),
+}
+TEXT = "#14181d"
+"""On any of the colours."""
+_PALEST = 0.6  # How much white there is in the colour of the last of many stages.
+
+
+def colour(kind: Kind, place: int = 0, num_stages: int = 1) -> str:
+    """As `#rrggbb`, for the stage at `place` among the `num_stages` of its rank."""
+    white = _PALEST * place / max(num_stages, 2)
+    mixed = (round(part + (255 - part) * white) for part in _COLOURS[kind])
+    return "#" + "".join(f"{part:02x}" for part in mixed)

@@ -1,0 +1,109 @@
+"""What is drawn: a timeline, simulated or measured, and what every kind of drawing says of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, NamedTuple
+
+from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Rank
+from penstock.ir.action import SingleCompute, compute_parts
+from penstock.sim import Report
+
+TimeUnit = Literal["", "s"]
+MemoryUnit = Literal["", "bytes"]
+
+
+class Kind(Enum):
+    """The kinds of compute: one colour each. The value is the letter in the text format."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+    @property
+    def words(self) -> str:
+        return _WORDS[self]
+
+
+_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "full backward",
+    Kind.BACKWARD_INPUT: "input backward",
+    Kind.BACKWARD_WEIGHT: "weight backward",
+}
+_KINDS: dict[type[SingleCompute], Kind] = {
+    Forward: Kind.FORWARD,
+    Backward: Kind.BACKWARD,
+    BackwardInput: Kind.BACKWARD_INPUT,
+    BackwardWeight: Kind.BACKWARD_WEIGHT,
+}
+
+
+class Bar(NamedTuple):
+    """A forward or backward on a rank's lane. The halves of an overlap share the height."""
+
+    action: SingleCompute
+    kind: Kind
+    start: float
+    end: float
+    half: Literal["whole", "upper", "lower"]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One timeline of a drawing; several panels are drawn under each other on one time axis."""
+
+    title: str
+    report: Report
+    time_unit: TimeUnit = ""
+    """Simulated times may be in any unit; those of a real run are in seconds."""
+    memory_unit: MemoryUnit = ""
+    beneath: Report | None = None
+    """Laid beneath each rank's lane, to compare: the simulated timeline of a measured step."""
+
+    def time(self, value: float) -> str:
+        """A time in words."""
+        if self.time_unit == "":
+            return f"{value:.5g}"
+        for factor, name in ((1.0, "s"), (1e3, "ms")):
+            if value * factor >= 1 or value == 0:
+                return f"{value * factor:.4g} {name}"
+        return f"{value * 1e6:.4g} µs"
+
+    def memory(self, value: float) -> str:
+        """An amount of memory in words."""
+        if self.memory_unit == "":
+            return f"{value:.5g}"
+        for exponent, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+            if value >= 1024**exponent:
+                return f"{value / 1024**exponent:.4g} {name}"
+        return f"{value:.4g} B"
+
+    @property
+    def facts(self) -> str:
+        """Time, bubble and memory in one line."""
+        report = self.report
+        return (
+            f"makespan {self.time(report.makespan)} (bubble {report.bubble_by_makespan:.1%}), "
+            f"span {self.time(report.span)} (bubble {report.bubble_by_span:.1%}), "
+            f"peak memory {self.memory(report.peak_memory)}"
+        )
+
+
+def bars(report: Report, rank: Rank) -> Iterator[Bar]:
+    """The bars of a rank's lane, in time order. Sends and receives have none."""
+    timeline = report.timeline
+    order = timeline.schedule.orders[rank]
+    for action, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
+        halves = compute_parts(action)
+        places: tuple[Literal["whole", "upper", "lower"], ...] = ("upper", "lower")
+        for part, place in zip(halves, places if len(halves) == 2 else ("whole",), strict=True):
+            yield Bar(part, _KINDS[type(part)], start, end, place)
+
+
+def kinds(report: Report) -> list[Kind]:
+    """The kinds that occur, for a legend."""
+    ranks = range(report.timeline.schedule.num_ranks)
+    found = {bar.kind for rank in ranks for bar in bars(report, rank)}
+    return [kind for kind in Kind if kind in found]
