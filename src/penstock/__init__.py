@@ -26,6 +26,7 @@ from penstock.errors import (
 )
 
 if TYPE_CHECKING:
+    from penstock import draw as draw
     from penstock import ir as ir
     from penstock import partition as partition
     from penstock import passes as passes
@@ -68,7 +69,10 @@ if TYPE_CHECKING:
     from penstock.plans import plan as plan
     from penstock.profile import measure_costs as measure_costs
     from penstock.runtime import Pipeline as Pipeline
+    from penstock.runtime import record as record
     from penstock.sim import CostTable as CostTable
+    from penstock.sim import Recording as Recording
+    from penstock.sim import Report as Report
     from penstock.sim import simulate as simulate
     from penstock.stage import PipelineStage as PipelineStage
     from penstock.stage import build_stage as build_stage
@@ -101,7 +105,9 @@ _LAZY_NAMES = {
     "Placement": "penstock.ir",
     "Plan": "penstock.plans",
     "PlanRow": "penstock.plans",
+    "Recording": "penstock.sim",
     "Replicate": "penstock.microbatch",
+    "Report": "penstock.sim",
     "Schedule": "penstock.ir",
     "Schedule1F1B": "penstock.compat",
     "ScheduleAuto": "penstock.compat",
@@ -121,6 +127,7 @@ _LAZY_NAMES = {
     "TensorChunkSpec": "penstock.microbatch",
     "build_stage": "penstock.stage",
     "count_layers": "penstock.trace",
+    "draw": "penstock",
     "get_schedule_class": "penstock.compat",
     "ir": "penstock",
     "local_ranks": "penstock.comm",
@@ -133,6 +140,7 @@ _LAZY_NAMES = {
     "planner": "penstock",
     "pipe_split": "penstock.trace",
     "pipeline": "penstock.trace",
+    "record": "penstock.runtime",
     "schedules": "penstock",
     "search": "penstock.planner",
     "sim": "penstock",

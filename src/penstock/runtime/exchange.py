@@ -55,4 +55,4 @@ def recv_value(comm: AbstractComm, device: torch.device, sender: Rank, what: str
     comm.recv(size, sender).wait(lambda: what)
     body = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
     comm.recv(body, sender).wait(lambda: what)
-    return pickle.loads(bytes(body.tolist()))
+    return pickle.loads(body.cpu().numpy().tobytes())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agreement
-from penstock.errors import CommError, StageError
+from penstock.errors import CommError, RecordError, StageError
 from penstock.ir import (
     Action,
     Backward,
@@ -33,12 +33,16 @@ from penstock.runtime.checks import (
     check_timeout,
 )
 from penstock.runtime.messages import Form
+from penstock.runtime.meter import Meter
 from penstock.runtime.pilot import AbstractPilot, gathered_placement
 from penstock.runtime.program import forward_only, make_program
+from penstock.runtime.recorded_block import active_run
+from penstock.runtime.recorder import Recorder
 from penstock.runtime.routes import Key, RankSkips, check_skips
 from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
 from penstock.runtime.tied import TiedGrads, Ties, claim, tie
 from penstock.runtime.wire import Wire
+from penstock.sim import Recording
 from penstock.stage import PipelineStage
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -59,6 +63,8 @@ class Pipeline:
     split and as many with full backwards, and the search takes `search_seconds` at most. With
     `replan_when=0.2`, all of this is done again when times have changed by more than 20 %.
 
+    With `record`, the times of the last steps are kept, and `recording()` gives them.
+
     No wait lasts longer than `timeout` seconds. If any rank fails, all of them raise.
     """
 
@@ -75,6 +81,7 @@ class Pipeline:
         scale_grads: bool = True,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
+        record: bool = False,
         memory: float | Iterable[float] | None = None,
         replan_when: float | None = None,
         measure_steps: int = 1,
@@ -90,6 +97,7 @@ class Pipeline:
             loss_fn, scale_grads, on_grads_ready or _ignore, custom_functions={}
         )
         self._skips = RankSkips.of(held)
+        self._recorder = Recorder() if record else None
         self._pilot: AbstractPilot | None = None
         self._has_backward = loss_fn is not None
         self._schedule: Schedule | None = None
@@ -201,6 +209,28 @@ class Pipeline:
             )
             return self._run_batch(batch, self._has_backward, losses, return_outputs)
 
+    def recording(self) -> Recording:
+        """The last steps, at most 100, with the times of all ranks by one clock.
+
+        All ranks must call it, after the same step.
+        """
+        recorder = self._recorder
+        if recorder is None:
+            raise RecordError(
+                "this pipeline records nothing. Make it with record=True, or run its steps in a "
+                "block of `with penstock.record() as run:`."
+            )
+        if recorder.is_empty:
+            raise RecordError(
+                "no step has been recorded yet. Run one before asking for the recording; with the "
+                'schedule "auto" two, as memory is counted in the first.'
+            )
+        with self._failing_together():
+            assert self._comm is not None
+            return recorder.gather(
+                self._comm, self._first.device, self.schedule.placement, self.num_microbatches
+            )
+
     def close(self) -> None:
         """End the connections to other ranks now; otherwise they end with the last reference."""
         if self._comm is not None:
@@ -262,6 +292,10 @@ class Pipeline:
         keeps_outputs = return_outputs and self._holds_last
         pilot = self._pilot if has_backward else None
         meter = None if pilot is None else pilot.make_meter()
+        if (run := active_run()) is not None:
+            run.watch(self, self._start_recording)
+        if meter is None and self._recorder is not None:
+            meter = Meter(self._first.device)
         wire = Wire(self._comm, program, self._first.device, forms, meter)
         is_tied = has_backward and self._ties.stages
         step = Step(
@@ -287,11 +321,26 @@ class Pipeline:
         if losses is not None:
             found = [step.losses[mb] for mb in sorted(step.losses)]
             losses[:] = [x.detach() if isinstance(x, torch.Tensor) else x for x in found]
+        if self._recorder is not None:
+            assert meter is not None
+            self._recorder.take(meter)
         if pilot is not None:
             following = pilot.end_step(meter, program.routes, forms)
             if following != self._schedule:
                 self._use(following)
         return [step.outputs[mb] for mb in sorted(step.outputs)] if keeps_outputs else None
+
+    def _start_recording(self) -> Callable[[], Recording]:
+        """Record from here on; the function that is returned ends it, and gathers."""
+        before, self._recorder = self._recorder, Recorder()
+
+        def end() -> Recording:
+            try:
+                return self.recording()
+            finally:
+                self._recorder = before
+
+        return end
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -326,6 +375,7 @@ class Pipeline:
             "schedule": self._describe_schedule(),
             "loss_fn": "none" if self._settings.loss_fn is None else "given",
             "the cut": self._first.cut or "none",
+            "record": self._recorder is not None or active_run() is not None,
         }
         is_dynamic = any(stage.dynamic_shapes for stage in self.stages.values())
         gathered = self._comm.gather(

@@ -3,6 +3,7 @@
 from penstock.sim.cost import CostTable
 from penstock.sim.engine import Timeline
 from penstock.sim.memory import MemoryPoint
+from penstock.sim.recording import RecordedStep, Recording
 from penstock.sim.report import Idle, RankReport, Report, TimedAction
 from penstock.sim.simulate import simulate
 
@@ -11,6 +12,8 @@ __all__ = [
     "Idle",
     "MemoryPoint",
     "RankReport",
+    "RecordedStep",
+    "Recording",
     "Report",
     "TimedAction",
     "Timeline",

@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CostError
+from penstock.sim.document import Format
 
-_FORMAT, _VERSION = "penstock costs", 1
+_FORMAT = Format(
+    name="penstock costs",
+    version=1,
+    type_name="CostTable",
+    error=CostError,
+    remedy="measure the costs again",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +141,7 @@ class CostTable:
 
     def to_json(self) -> str:
         """The table as JSON text, one line per field; `from_json` gives an equal one."""
-        values: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
+        values: dict[str, Any] = _FORMAT.header
         for field in fields(self):
             value = getattr(self, field.name)
             values[field.name] = (
@@ -151,7 +158,7 @@ class CostTable:
         >>> CostTable.from_json(costs.to_json()) == costs
         True
         """
-        values = _parse(text)
+        values = _FORMAT.parse(text)
         names = {field.name for field in fields(cls)}
         for problem, found in (
             ("has no", names - values.keys()),
@@ -258,30 +265,3 @@ def _from_json(name: str, value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _parse(text: str) -> dict[str, Any]:
-    """What the text holds, if it is of our format and version."""
-    if not isinstance(text, str):
-        raise CostError(
-            f"The text is a {type(text).__name__}. Give what the file holds: path.read_text(), "
-            "or use CostTable.load(path)."
-        )
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise CostError(
-            f"The text is no JSON: {exc}. Expected what CostTable.to_json() wrote."
-        ) from exc
-    if not isinstance(values, dict) or values.get("format") != _FORMAT:
-        got = values.get("format") if isinstance(values, dict) else None
-        raise CostError(
-            f"The text is of the format {got!r}. Expected {_FORMAT!r}, as CostTable.to_json() "
-            "writes it."
-        )
-    if values.get("version") != _VERSION:
-        raise CostError(
-            f"The text is of version {values.get('version')!r}. This Penstock reads version "
-            f"{_VERSION}: measure the costs again, or read them with the Penstock that wrote them."
-        )
-    return values

@@ -1,0 +1,94 @@
+"""Keeps the times of a pipeline's steps on one rank, and brings those of all ranks together."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from penstock.comm import AbstractComm
+from penstock.ir import Placement, Schedule
+from penstock.ir.action import SingleCompute
+from penstock.runtime.clocks import seconds_ahead
+from penstock.runtime.exchange import decide
+from penstock.runtime.meter import Meter
+from penstock.sim import RecordedStep, Recording, Timeline
+
+MOST_STEPS = 100
+
+
+class _Spell(NamedTuple):
+    """An action between the coming of its messages and the end of its sends."""
+
+    action: SingleCompute
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step on one rank."""
+
+    number: int
+    spells: tuple[_Spell, ...]
+
+
+class Recorder:
+    """The last steps of a pipeline on this rank, at most `MOST_STEPS` of them."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, Meter]] = deque(maxlen=MOST_STEPS)
+        self._num_steps = 0
+
+    def take(self, meter: Meter) -> None:
+        """A step has ended that this meter watched."""
+        if meter.held is None:  # Otherwise it counted memory, and its times mean nothing.
+            self._steps.append((self._num_steps, meter))
+        self._num_steps += 1
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps
+
+    def gather(
+        self,
+        comm: AbstractComm,
+        device: torch.device,
+        placement: Placement,
+        num_microbatches: int,
+    ) -> Recording:
+        """What all ranks have recorded, by the clock of rank 0. All ranks must call it."""
+        ahead_s = seconds_ahead(comm, device)
+        own = [_Step(number, _spells(meter, ahead_s)) for number, meter in self._steps]
+
+        def join(ranks: list[list[_Step]]) -> Recording:
+            return Recording(
+                tuple(
+                    RecordedStep(steps[0].number, _timeline(steps, placement, num_microbatches))
+                    for steps in zip(*ranks, strict=True)
+                )
+            )
+
+        return decide(comm, device, own, join, "the recording of all ranks")
+
+
+def _spells(meter: Meter, ahead_s: float) -> tuple[_Spell, ...]:
+    """What the rank did between its waits: one action ends where the next is free to begin."""
+    timings = meter.timings.values()
+    ends_s = [*(timing.began_s for timing in timings), meter.ended_s][1:]
+    return tuple(
+        _Spell(action, timing.began_s + sum(timing.waits_s) - ahead_s, end_s - ahead_s)
+        for (action, timing), end_s in zip(meter.timings.items(), ends_s, strict=True)
+    )
+
+
+def _timeline(ranks: Sequence[_Step], placement: Placement, num_microbatches: int) -> Timeline:
+    """What the ranks did in one step, since the first of them began."""
+    zero_s = min(step.spells[0].start_s for step in ranks)
+    orders = [[spell.action for spell in step.spells] for step in ranks]
+    # A clock shows no more than nanoseconds, and fewer digits make smaller files.
+    starts = (tuple(round(spell.start_s - zero_s, 9) for spell in step.spells) for step in ranks)
+    ends = (tuple(round(spell.end_s - zero_s, 9) for spell in step.spells) for step in ranks)
+    schedule = Schedule(orders, placement, num_microbatches)
+    return Timeline(schedule, tuple(starts), tuple(ends))

@@ -1,0 +1,76 @@
+"""What stages cost, as seen in timelines of one schedule that was really run."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Schedule, StageId
+from penstock.ir.inputs import Input, Inputs
+from penstock.ir.walk import walk
+from penstock.passes.memory import whole_shares
+from penstock.sim.cost import CostTable
+from penstock.sim.engine import Timeline
+
+_Times: TypeAlias = dict[tuple[type, StageId], float]
+
+
+def recorded_costs(schedule: Schedule, timelines: Sequence[Timeline]) -> CostTable:
+    """Medians over all microbatches of these timelines; a microbatch holds 1 on a rank.
+
+    Halves of a backward that never ran are taken to be half of it each.
+    """
+    times = _median_times(timelines)
+    stages = range(schedule.num_stages)
+    half = {stage: times.get((Backward, stage), 0.0) / 2 for stage in stages}
+    inputs = [times.get((BackwardInput, stage), half[stage]) for stage in stages]
+    weights = [times.get((BackwardWeight, stage), half[stage]) for stage in stages]
+    share = whole_shares(schedule)
+    return CostTable(
+        forward=[times[Forward, stage] for stage in stages],
+        backward_input=inputs,
+        backward_weight=weights,
+        backward=[times.get((Backward, stage), inputs[stage] + weights[stage]) for stage in stages],
+        after_forward=share.after_forward,
+        after_input=share.after_input,
+        delay=_delays(schedule, timelines),
+    )
+
+
+def _median_times(timelines: Sequence[Timeline]) -> _Times:
+    """The time of each kind of action on each stage."""
+    found: defaultdict[tuple[type, StageId], list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for rank, order in enumerate(timeline.schedule.orders):
+            spans = zip(order, timeline.starts[rank], timeline.ends[rank], strict=True)
+            for action, start, end in spans:
+                # What is recorded has no overlaps: each half was run by itself.
+                found[type(action), action.stage].append(end - start)  # type: ignore[union-attr]
+    return {key: statistics.median(values) for key, values in found.items()}
+
+
+def _delays(schedule: Schedule, timelines: Sequence[Timeline]) -> list[float]:
+    """For each edge, the median delay of the messages that were waited for from the first.
+
+    Those in both directions count together, so that an error between two clocks cancels out.
+    """
+    inputs = Inputs(schedule)
+    found: defaultdict[int, list[float]] = defaultdict(list)
+    for timeline in timelines:
+        made: dict[Input, float] = {}
+        position = [0] * schedule.num_ranks
+        for rank, _, needed, delivered in walk(schedule):
+            place = position[rank]
+            position[rank] += 1
+            start, end = timeline.starts[rank][place], timeline.ends[rank][place]
+            was_free = timeline.ends[rank][place - 1] if place else 0.0
+            for key in filter(inputs.is_message, needed):
+                # If the rank came later than the message was made, the delay cannot be seen.
+                if made[key] >= was_free:
+                    ends = inputs.describe(key)
+                    found[min(ends.maker, ends.stage)].append(start - made[key])
+            made |= dict.fromkeys(delivered, end)
+    return [
+        max(0.0, statistics.median(found[edge])) if found[edge] else 0.0
+        for edge in range(schedule.num_stages - 1)
+    ]

@@ -1,0 +1,193 @@
+"""Recording the steps of a pipeline, on ranks of this process."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from local_steps import FOUR_STAGES, mean_square, mlp, mlp_batch, run_locally
+from penstock import (
+    AgreementError,
+    LocalGroup,
+    Pipeline,
+    RecordError,
+    Recording,
+    schedules,
+)
+from penstock.ir.action import compute_parts
+from penstock.runtime.recorder import MOST_STEPS
+from training import make_stages
+
+BATCH = mlp_batch()
+
+
+def step(pipeline: Pipeline) -> None:
+    pipeline.step(*BATCH.args, target=BATCH.target)
+
+
+@pytest.mark.parametrize("name", FOUR_STAGES)
+def test_recorded_steps_have_every_action_of_the_schedule_in_its_order(name: str) -> None:
+    schedule = FOUR_STAGES[name]
+
+    def main(pipeline: Pipeline) -> Recording:
+        for _ in range(3):
+            step(pipeline)
+        return pipeline.recording()
+
+    first, *others = run_locally(mlp(), schedule, main, loss_fn=mean_square, record=True)
+    assert [first] * len(others) == others
+    assert [0, 1, 2] == [recorded.number for recorded in first.steps]
+    expected = tuple(
+        tuple(part for action in order for part in compute_parts(action))
+        for order in schedule.orders
+    )
+    for recorded in first.steps:
+        assert expected == recorded.timeline.schedule.orders
+
+
+@pytest.mark.parametrize("name", FOUR_STAGES)
+def test_actions_of_a_rank_do_not_overlap(name: str) -> None:
+
+    def main(pipeline: Pipeline) -> Recording:
+        step(pipeline)
+        step(pipeline)
+        return pipeline.recording()
+
+    recording = run_locally(mlp(), FOUR_STAGES[name], main, loss_fn=mean_square, record=True)[0]
+    for recorded in recording.steps:
+        timeline = recorded.timeline
+        assert 0 == min(starts[0] for starts in timeline.starts)
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True):
+            assert list(starts) == sorted(starts)
+            assert all(start <= end for start, end in zip(starts, ends, strict=True))
+            assert all(a <= b for a, b in zip(ends, starts[1:], strict=False))
+    assert recording == Recording.from_json(recording.to_json())
+
+
+def test_block_records_what_is_stepped_in_it_alone() -> None:
+    def main(pipeline: Pipeline) -> Recording:
+        step(pipeline)
+        with penstock.record() as run:
+            step(pipeline)
+            pipeline.eval(*BATCH.args)
+        step(pipeline)
+        return run.recording
+
+    recording = run_locally(mlp(), FOUR_STAGES["1F1B"], main, loss_fn=mean_square)[0]
+    trained, evaluated = (recorded.timeline.schedule for recorded in recording.steps)
+    assert FOUR_STAGES["1F1B"] == trained
+    assert 4 * 4 == evaluated.num_actions
+
+
+def test_block_in_a_pipeline_that_records_leaves_its_own_steps_alone() -> None:
+    def main(pipeline: Pipeline) -> list[int]:
+        step(pipeline)
+        with penstock.record() as run:
+            step(pipeline)
+            step(pipeline)
+        return [len(run.recording.steps), len(pipeline.recording().steps)]
+
+    assert [[2, 1]] * 2 == run_locally(
+        mlp(), FOUR_STAGES["ZB-V"], main, loss_fn=mean_square, record=True
+    )
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    def main(pipeline: Pipeline) -> list[int]:
+        for _ in range(MOST_STEPS + 2):
+            step(pipeline)
+        return [recorded.number for recorded in pipeline.recording().steps]
+
+    schedule = schedules.get("1F1B")(num_ranks=1, num_microbatches=1)
+    [numbers] = run_locally(mlp(1), schedule, main, loss_fn=mean_square, record=True)
+    assert list(range(2, MOST_STEPS + 2)) == numbers
+
+
+def test_steps_that_auto_counts_memory_in_are_left_out() -> None:
+    def on_rank(group: LocalGroup) -> list[int]:
+        pipeline = Pipeline(
+            make_stages(group, modules, [group.rank]),
+            "auto",
+            n_microbatches=4,
+            loss_fn=mean_square,
+            record=True,
+        )
+        for _ in range(4):
+            step(pipeline)
+        return [recorded.number for recorded in pipeline.recording().steps]
+
+    modules = mlp(2)
+    assert [[1, 2, 3]] * 2 == penstock.local_ranks(2, on_rank)
+
+
+def test_results_are_those_of_a_pipeline_that_does_not_record() -> None:
+    def outputs(pipeline: Pipeline) -> Any:
+        return pipeline.step(*BATCH.args, target=BATCH.target)
+
+    modules = mlp()
+    plain = run_locally(modules, FOUR_STAGES["ZB-V"], outputs, loss_fn=mean_square)
+    recorded = run_locally(modules, FOUR_STAGES["ZB-V"], outputs, loss_fn=mean_square, record=True)
+    assert torch.equal(plain[0], recorded[0])
+
+
+def test_pipeline_that_does_not_record_has_no_recording() -> None:
+    with pytest.raises(RecordError, match=r"this pipeline records nothing. Make it with record="):
+        run_locally(mlp(), FOUR_STAGES["1F1B"], Pipeline.recording, loss_fn=mean_square)
+
+
+def test_recording_before_the_first_step_is_refused_and_the_pipeline_runs_on() -> None:
+    def main(pipeline: Pipeline) -> int:
+        with pytest.raises(RecordError, match=r"no step has been recorded yet. Run one before"):
+            pipeline.recording()
+        step(pipeline)
+        return len(pipeline.recording().steps)
+
+    assert [1] * 4 == run_locally(
+        mlp(), FOUR_STAGES["1F1B"], main, loss_fn=mean_square, record=True
+    )
+
+
+def test_block_without_a_step_is_refused() -> None:
+    with (
+        pytest.raises(RecordError, match="nothing was recorded: no pipeline ran a step in this"),
+        penstock.record(),
+    ):
+        pass
+
+
+def test_recording_within_its_block_is_refused() -> None:
+    with pytest.raises(RecordError, match="not there yet"), penstock.record() as run:
+        run.recording  # noqa: B018  # It is a property.
+
+
+def test_block_with_two_pipelines_is_refused() -> None:
+    def main(pipeline: Pipeline) -> None:
+        other = Pipeline(list(pipeline.stages.values()), pipeline.schedule, loss_fn=mean_square)
+        with penstock.record():
+            step(pipeline)
+            step(other)
+
+    schedule = schedules.get("1F1B")(num_ranks=1, num_microbatches=1)
+    with pytest.raises(RecordError, match="two pipelines were stepped in one block"):
+        run_locally(mlp(1), schedule, main, loss_fn=mean_square)
+
+
+def test_error_in_a_block_is_not_hidden_by_the_recording() -> None:
+    with pytest.raises(ZeroDivisionError), penstock.record():
+        raise ZeroDivisionError
+
+
+def test_ranks_that_do_not_all_record_are_told_so() -> None:
+    def on_rank(group: LocalGroup) -> None:
+        pipeline = Pipeline(
+            make_stages(group, modules, [group.rank]),
+            schedules.get("1F1B")(num_ranks=2, num_microbatches=4),
+            loss_fn=mean_square,
+            record=group.rank == 0,
+        )
+        step(pipeline)
+
+    modules = mlp(2)
+    with pytest.raises(AgreementError, match=r"disagree on record \(rank 0: True; rank 1: False"):
+        penstock.local_ranks(2, on_rank)

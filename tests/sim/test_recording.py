@@ -1,0 +1,164 @@
+"""Recordings: what follows from timelines that were really run, and their text."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import CostTable, Recording, RecordError, schedules, simulate
+from penstock.sim import RecordedStep, Timeline
+
+COSTS = CostTable(
+    forward=[1.0, 2.0, 1.5],
+    backward_input=[2.0, 1.0, 1.0],
+    backward_weight=[0.5, 1.5, 1.0],
+    backward=[2.25, 2.0, 2.75],
+    delay=[0.25, 0.5],
+)
+
+
+def make_step(name: str, costs: CostTable = COSTS, *, number: int = 0) -> RecordedStep:
+    """A step that took exactly what the simulator says."""
+    schedule = schedules.get(name)(num_ranks=3, num_microbatches=6)
+    return RecordedStep(number, simulate(schedule, costs).timeline)
+
+
+def scaled(step: RecordedStep, factor: float) -> RecordedStep:
+    def times(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(time * factor for time in row) for row in rows)
+
+    timeline = step.timeline
+    return RecordedStep(
+        step.number, Timeline(timeline.schedule, times(timeline.starts), times(timeline.ends))
+    )
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "GPipe"])
+def test_simulating_with_the_recorded_costs_gives_the_recorded_times(name: str) -> None:
+    step = make_step(name)
+    recording = Recording((step,))
+    simulated = recording.simulated().timeline
+    for expected, actual in zip(step.timeline.ends, simulated.ends, strict=True):
+        assert expected == pytest.approx(actual)
+    assert recording.typical().makespan == pytest.approx(recording.simulated().makespan)
+
+
+def test_costs_are_those_of_each_stage() -> None:
+    costs = Recording((make_step("ZB-H1"),)).costs()
+    assert COSTS.forward == pytest.approx(costs.forward)
+    assert COSTS.backward_input == pytest.approx(costs.backward_input)
+    assert COSTS.backward_weight == pytest.approx(costs.backward_weight)
+    assert COSTS.delay == pytest.approx(costs.delay)
+    assert (2.5, 2.5, 2.0) == pytest.approx(costs.backward)
+
+
+def test_halves_that_never_ran_are_half_of_the_backward_each() -> None:
+    costs = Recording((make_step("1F1B"),)).costs()
+    assert COSTS.backward == pytest.approx(costs.backward)
+    assert [1.125, 1.0, 1.375] == pytest.approx(costs.backward_input)
+    assert [1.125, 1.0, 1.375] == pytest.approx(costs.backward_weight)
+
+
+def test_typical_step_is_the_one_of_median_time_among_those_of_the_commonest_schedule() -> None:
+    usual = make_step("ZB-H1")
+    other = scaled(make_step("1F1B"), 10)
+    steps = [other, *(scaled(usual, factor) for factor in (3, 1, 2)), other]
+    recording = Recording(tuple(steps))
+    assert usual.timeline.schedule == recording.schedule
+    expected = 2 * simulate(usual.timeline.schedule, COSTS).makespan
+    assert expected == pytest.approx(recording.typical().makespan)
+
+
+def test_later_schedule_counts_of_two_that_ran_as_often() -> None:
+    first, second = make_step("1F1B"), make_step("ZB-H1", number=1)
+    assert second.timeline.schedule == Recording((first, second)).schedule
+    assert first.timeline.schedule == Recording((second, first)).schedule
+
+
+def test_memory_is_counted_in_microbatches_unless_costs_are_given() -> None:
+    recording = Recording((make_step("1F1B"),))
+    assert 3 == recording.typical().peak_memory
+    heavy = replace_memory(COSTS, 100.0)
+    assert 300 == recording.typical(heavy).peak_memory
+
+
+def replace_memory(costs: CostTable, amount: float) -> CostTable:
+    return replace(costs, after_forward=(amount,) * 3, after_input=(amount,) * 3)
+
+
+def test_recorded_inference_has_no_backward() -> None:
+    schedule = schedules.get("ForwardOnly")(num_ranks=3, num_microbatches=4)
+    recording = Recording((RecordedStep(0, simulate(schedule, COSTS).timeline),))
+    assert (0, 0, 0) == recording.costs().backward
+    assert recording == Recording.from_json(recording.to_json())
+
+
+def test_text_gives_an_equal_recording() -> None:
+    steps = [make_step("ZB-H1"), make_step("1F1B", number=1), make_step("ZB-H1", number=2)]
+    recording = Recording(tuple(steps))
+    assert recording == Recording.from_json(recording.to_json())
+    assert 2 == len(json.loads(recording.to_json())["schedules"])
+
+
+def test_file_gives_an_equal_recording(tmp_path: Path) -> None:
+    recording = Recording((make_step("ZB-H1"),))
+    recording.save(tmp_path / "run.json")
+    assert recording == Recording.load(tmp_path / "run.json")
+
+
+def test_file_that_is_no_recording_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(RecordError, match=r"run.json holds no recording that can be read: "):
+        Recording.load(path)
+
+
+def test_recording_without_steps_is_rejected() -> None:
+    with pytest.raises(RecordError, match="has no steps. Record at least one"):
+        Recording(())
+
+
+def spoil(path: list[Any], value: Any) -> str:
+    """The text of a recording in which one value is another."""
+    document = json.loads(Recording((make_step("1F1B"),)).to_json())
+    place = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["format"], "penstock costs", "of the format 'penstock costs'. Expected 'penstock rec"),
+        (["version"], 2, "of version 2. This Penstock reads version 1: record the run again"),
+        (["schedules"], None, "schedules is None. Expected a list"),
+        (["schedules", 0], "0F0\n1F0,1W0", "A schedule in it could not have been run: "),
+        (["schedules", 0], 7, "A schedule in it could not have been run: The text is a int"),
+        (["steps"], {}, "steps is {}. Expected a list"),
+        (["steps", 0], 3, r"steps\[0\] lacks a number, a schedule or times. Expected what"),
+        (["steps", 0, "schedule"], 1, r"steps\[0\] lacks a number, a schedule or times"),
+        (["steps", 0, "starts"], [[0]], r"steps\[0\] has not one start and one end for each"),
+        (["steps", 0, "ends", 1], 4, r"steps\[0\] has not one start and one end for each"),
+        (["steps", 0, "ends", 1, 0], "1", r"steps\[0\] has not one start and one end for each"),
+        (["steps", 0, "ends", 1, 0], float("nan"), r"steps\[0\] has not one start and one end"),
+        (["steps", 0, "starts", 2, 0], -1, r"steps\[0\]: times of rank 2 go backwards"),
+        (["steps", 0, "ends", 1, 0], 1000, r"steps\[0\]: times of rank 1 go backwards"),
+    ],
+)
+def test_text_that_was_spoiled_is_rejected(path: list[Any], value: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        Recording.from_json(spoil(path, value))
+
+
+def test_what_is_no_json_is_rejected() -> None:
+    with pytest.raises(RecordError, match=r"no JSON: .* Expected what Recording.to_json\(\)"):
+        Recording.from_json("{")
+
+
+def test_repr_tells_the_typical_step() -> None:
+    recording = Recording((make_step("1F1B"), make_step("1F1B", number=1)))
+    assert f"Recording(2 steps, typical={recording.typical()!r})" == repr(recording)
