@@ -17,7 +17,10 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("page", "example"), EXAMPLES)
-def test_example_runs(page: Path, example: re.Match[str]) -> None:
+def test_example_runs(
+    page: Path, example: re.Match[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # For what it writes.
     # The empty lines make a traceback show the lines of the page.
     lines_before = "\n" * page.read_text()[: example.start(1)].count("\n")
     exec(compile(lines_before + example[1], page, "exec"), {})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock import CostTable, Recording, RecordError, schedules, simulate
+from penstock import CostTable, RecordError, Recording, schedules, simulate
 from penstock.sim import RecordedStep, Timeline
 
 COSTS = CostTable(
@@ -116,7 +116,7 @@ def test_file_that_is_no_recording_is_named(tmp_path: Path) -> None:
 
 
 def test_recording_without_steps_is_rejected() -> None:
-    with pytest.raises(RecordError, match="has no steps. Record at least one"):
+    with pytest.raises(RecordError, match=r"has no steps. Record at least one"):
         Recording(())
 
 

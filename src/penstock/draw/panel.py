@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
 
-from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Rank
-from penstock.ir.action import SingleCompute, compute_parts
-from penstock.sim import Report
+from penstock.errors import DrawError
+from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Overlap, Rank
+from penstock.ir.action import SINGLE_COMPUTE_TYPES, SingleCompute
+from penstock.sim import CostTable, Recording, Report
 
 TimeUnit = Literal["", "s"]
 MemoryUnit = Literal["", "bytes"]
@@ -62,6 +63,30 @@ class Panel:
     beneath: Report | None = None
     """Laid beneath each rank's lane, to compare: the simulated timeline of a measured step."""
 
+    def __post_init__(self) -> None:
+        if self.beneath is not None and len(self.beneath.ranks) != len(self.report.ranks):
+            raise DrawError(
+                f"beneath has {len(self.beneath.ranks)} ranks, but the report of {self.title!r} "
+                f"has {len(self.report.ranks)}. Give a timeline of the same ranks."
+            )
+
+    @classmethod
+    def of_recording(
+        cls, title: str, recording: Recording, costs: CostTable | None = None
+    ) -> "Panel":
+        """The typical step of a recording, with what the simulator makes of it beneath.
+
+        `costs` are in seconds and bytes; without them those of the recording itself are taken, in
+        which memory is counted in microbatches.
+        """
+        return cls(
+            title,
+            recording.typical(costs),
+            time_unit="s",
+            memory_unit="" if costs is None else "bytes",
+            beneath=recording.simulated(costs),
+        )
+
     def time(self, value: float) -> str:
         """A time in words."""
         if self.time_unit == "":
@@ -96,10 +121,11 @@ def bars(report: Report, rank: Rank) -> Iterator[Bar]:
     timeline = report.timeline
     order = timeline.schedule.orders[rank]
     for action, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
-        halves = compute_parts(action)
-        places: tuple[Literal["whole", "upper", "lower"], ...] = ("upper", "lower")
-        for part, place in zip(halves, places if len(halves) == 2 else ("whole",), strict=True):
-            yield Bar(part, _KINDS[type(part)], start, end, place)
+        if isinstance(action, Overlap):
+            yield Bar(action.forward, Kind.FORWARD, start, end, "upper")
+            yield Bar(action.backward, _KINDS[type(action.backward)], start, end, "lower")
+        elif isinstance(action, SINGLE_COMPUTE_TYPES):
+            yield Bar(action, _KINDS[type(action)], start, end, "whole")
 
 
 def kinds(report: Report) -> list[Kind]:

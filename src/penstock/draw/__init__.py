@@ -1,0 +1,6 @@
+"""Timelines to look at: in the terminal, as a picture, as a page, as a trace."""
+
+from penstock.draw.output import save, show
+from penstock.draw.panel import Panel
+
+__all__ = ["Panel", "save", "show"]

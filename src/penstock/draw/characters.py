@@ -1,0 +1,88 @@
+"""What the characters of a lane look like, in colour and without."""
+
+from collections.abc import Sequence
+from functools import cache
+
+from rich.style import Style
+from rich.text import Text
+
+from penstock.draw.cells import Run
+from penstock.draw.colours import TEXT, colour
+from penstock.draw.panel import Kind
+
+IDLE = "·"
+BOTH = "&"
+"""Between the halves of an overlap, where there are no colours."""
+FAINT = Style(dim=True)
+_NUMBERED = 0.75  # Of bars that are narrower, in characters, most are not seen: no numbers then.
+
+
+def coloured(runs: Sequence[Run], *, num_stages: int) -> Text:
+    """A bar is as wide as its colour goes, and begins with its microbatch."""
+    line = Text()
+    for run in runs:
+        slot, width, _ = run
+        styles = [paint(kind, place, num_stages) for kind, place in slot.look]
+        if not styles:
+            line.append(IDLE * width, FAINT)
+        elif len(styles) == 1:
+            line.append(_number(run).ljust(width), styles[0])
+        else:
+            line.append("▀" * width, split(styles[0], styles[1]))
+    return line
+
+
+def thin(runs: Sequence[Run], *, num_stages: int) -> Text:
+    """Bars of half the height, without numbers. The halves of an overlap take turns."""
+    line = Text()
+    for slot, width, _ in runs:
+        styles = [paint(kind, place, num_stages) for kind, place in slot.look]
+        for cell in range(width):
+            if styles:
+                line.append("▀", Style(color=styles[cell % len(styles)].bgcolor))
+            else:
+                line.append(" ")
+    return line
+
+
+def lettered(runs: Sequence[Run]) -> Text:
+    """A bar is the letter of its kind, its microbatch if there is room, and a line to its end."""
+    line = Text()
+    for slot, width, _ in runs:
+        letters = [letter(kind, place) for kind, place in slot.look]
+        if not letters:
+            line.append(IDLE * width, FAINT)
+            continue
+        numbers = [str(bar.action.mb) for bar in slot.bars]
+        full = BOTH.join(map("".join, zip(letters, numbers, strict=True)))
+        short = BOTH.join(letters)
+        known = [text for text in (full, short) if len(text) <= width]
+        line.append((known[0] if known else BOTH).ljust(width, "─"))
+    return line
+
+
+def letter(kind: Kind, place: int) -> str:
+    """Lower case for all but the first stage of a rank."""
+    return kind.value.lower() if place else kind.value
+
+
+@cache
+def paint(kind: Kind, place: int = 0, num_stages: int = 1) -> Style:
+    """The colour of a bar, with its number on it."""
+    return Style(color=TEXT, bgcolor=colour(kind, place, num_stages))
+
+
+@cache
+def split(upper: Style, lower: Style) -> Style:
+    """For an upper half block: two bars of half the height."""
+    return Style(color=upper.bgcolor, bgcolor=lower.bgcolor)
+
+
+def _number(run: Run) -> str:
+    """A microbatch that cannot run into the next one, or a mark where the bar begins."""
+    digits = str(run.slot.bars[0].action.mb)
+    if run.exact_width < _NUMBERED:
+        return ""
+    if len(digits) == 1 or len(digits) < run.width:
+        return digits
+    return "▏" if run.width > 1 and run.exact_width > 1.5 else ""

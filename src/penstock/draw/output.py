@@ -1,0 +1,62 @@
+"""The way in: what a drawing is depends on where it goes."""
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from penstock.draw.panel import Panel
+from penstock.errors import DrawError
+
+_PICTURES = (".png", ".svg")
+_SUFFIXES = {
+    ".html": "a page",
+    ".json": "a trace for Perfetto",
+    ".png": "a picture",
+    ".svg": "a picture",
+}
+
+
+def show(panels: Sequence[Panel]) -> None:
+    """Prints the panels in the terminal, under each other."""
+    # What one drawing needs is not loaded for another: matplotlib takes a while.
+    from penstock.draw.terminal import print_panels
+
+    _check(panels)
+    print_panels(panels)
+
+
+def save(panels: Sequence[Panel], path: str | PathLike[str]) -> None:
+    """Writes the panels to a file: a picture, a page or a trace, as its suffix says."""
+    _check(panels)
+    suffix = Path(path).suffix.lower()
+    if suffix not in _SUFFIXES:
+        known = ", ".join(f"{known} for {what}" for known, what in _SUFFIXES.items())
+        ending = f"ends in {suffix}" if suffix else "has no suffix"
+        raise DrawError(f"{path} {ending}, and that is no kind of drawing. Use {known}.")
+    try:
+        _write(panels, Path(path), suffix)
+    except OSError as exc:
+        raise DrawError(
+            f"{path} cannot be written: {exc.strerror or exc}. "
+            "Give a path in a folder that exists and that you may write to."
+        ) from exc
+
+
+def _write(panels: Sequence[Panel], path: Path, suffix: str) -> None:
+    if suffix in _PICTURES:
+        from penstock.draw.picture import picture
+
+        picture(panels, path)
+    elif suffix == ".html":
+        from penstock.draw.page import page
+
+        path.write_text(page(panels), encoding="utf-8")
+    else:
+        from penstock.draw.trace import trace
+
+        path.write_text(trace(panels), encoding="utf-8")
+
+
+def _check(panels: Sequence[Panel]) -> None:
+    if not panels:
+        raise DrawError("There is nothing to draw: panels is empty. Give at least one Panel.")

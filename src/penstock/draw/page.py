@@ -1,0 +1,251 @@
+"""A page to look at in a browser: one file with everything in it, which asks the network nothing.
+
+Python says what is on it, as JSON (`page_data`); the scripts in `page_parts` draw that.
+"""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import TypedDict
+
+from penstock.draw.colours import TEXT, colour
+from penstock.draw.panel import Bar, Kind, MemoryUnit, Panel, TimeUnit, bars, kinds
+from penstock.errors import DrawError
+from penstock.ir import Schedule
+from penstock.sim import Report
+
+_SCRIPTS = ("words.js", "lanes.js", "page.js")
+
+
+class LaneData(TypedDict):
+    """The bars of a rank in time order, a column for each property; a letter stands for a bar."""
+
+    kinds: str
+    halves: str
+    """w for a whole bar, u and l for the upper and lower half of an overlap."""
+    stages: list[int]
+    microbatches: list[int]
+    starts: list[float]
+    ends: list[float]
+
+
+class TimelineData(TypedDict):
+    """The lanes of all ranks, and the colour of each kind by stage."""
+
+    makespan: float
+    colours: dict[str, list[str]]
+    lanes: list[LaneData]
+
+
+class MemoryData(TypedDict):
+    """From each time on a rank holds so much, until the next time."""
+
+    times: list[float]
+    held: list[float]
+
+
+class FactData(TypedDict):
+    """A number in words, with what to say beside it."""
+
+    name: str
+    value: str
+    note: str
+
+
+class TableData(TypedDict):
+    """What each rank does with its time, in words."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+
+class PanelData(TypedDict):
+    """A panel; `beneath` has no or one timeline."""
+
+    title: str
+    time_unit: TimeUnit
+    memory_unit: MemoryUnit
+    summary: str
+    facts: list[FactData]
+    bubbles: list[str]
+    peaks: list[str]
+    peak_memory: float
+    table: TableData
+    timeline: TimelineData
+    beneath: list[TimelineData]
+    memory: list[MemoryData]
+
+
+class KindData(TypedDict):
+    """A kind for the legend, with its colours from a rank's first stage to its last."""
+
+    letter: str
+    words: str
+    colours: list[str]
+
+
+class PageData(TypedDict):
+    """All that the scripts need to draw."""
+
+    text_colour: str
+    kinds: list[KindData]
+    panels: list[PanelData]
+
+
+def page(panels: Sequence[Panel], *, title: str = "Penstock") -> str:
+    """The panels as an HTML page, to be saved as one file.
+
+    >>> from penstock import schedules
+    >>> from penstock.sim import simulate
+    >>> schedule = schedules.get("1F1B")(num_ranks=4, num_microbatches=8)
+    >>> page([Panel("1F1B", simulate(schedule))])[:15]
+    '<!doctype html>'
+    """
+    # In a script element only "<" can end or change what is read as text.
+    data = json.dumps(page_data(panels), allow_nan=False, separators=(",", ":"))
+    return Template(_part("page.html")).substitute(
+        title=escape(title),
+        style=page_style(),
+        facts=_facts_table(panels),
+        data=data.replace("<", "\\u003c"),
+        script=page_script(),
+    )
+
+
+def page_style() -> str:
+    """The style sheet, for a page of another make."""
+    return _part("page.css")
+
+
+def page_script() -> str:
+    """Defines the class `Timeline`, which shows `page_data` in an element, and `connectTheme`."""
+    return "\n".join(map(_part, _SCRIPTS))
+
+
+def page_data(panels: Sequence[Panel]) -> PageData:
+    """What the page draws; times are exact, numbers in words are those of every drawing."""
+    if not panels:
+        raise DrawError("There is no panel. Expected something to draw; give at least one Panel.")
+    found = {kind for panel in panels for report in _reports(panel) for kind in kinds(report)}
+    schedules = [report.timeline.schedule for panel in panels for report in _reports(panel)]
+    most = max(len(stages) for schedule in schedules for stages in _stages_by_rank(schedule))
+    legend: list[KindData] = [
+        {
+            "letter": kind.value,
+            "words": kind.words,
+            "colours": [colour(kind, place, most) for place in range(most)],
+        }
+        for kind in Kind
+        if kind in found
+    ]
+    return {"text_colour": TEXT, "kinds": legend, "panels": [_panel(panel) for panel in panels]}
+
+
+def _reports(panel: Panel) -> list[Report]:
+    return [panel.report] if panel.beneath is None else [panel.report, panel.beneath]
+
+
+def _panel(panel: Panel) -> PanelData:
+    report = panel.report
+    timeline, *beneath = map(_timeline, _reports(panel))
+    curves = [report.memory(rank) for rank in range(len(report.ranks))]
+    return {
+        "title": panel.title,
+        "time_unit": panel.time_unit,
+        "memory_unit": panel.memory_unit,
+        "summary": panel.facts,
+        "facts": _facts(panel),
+        "bubbles": _bubbles(report),
+        "peaks": [panel.memory(rank.peak_memory) for rank in report.ranks],
+        "peak_memory": report.peak_memory,
+        "table": _table(panel),
+        "timeline": timeline,
+        "beneath": beneath,
+        "memory": [
+            {"times": [point.time for point in curve], "held": [point.held for point in curve]}
+            for curve in curves
+        ],
+    }
+
+
+def _facts(panel: Panel) -> list[FactData]:
+    report = panel.report
+    facts = [
+        ("makespan", panel.time(report.makespan), f"bubble {report.bubble_by_makespan:.1%}"),
+        ("span", panel.time(report.span), f"bubble {report.bubble_by_span:.1%}"),
+        ("peak memory", panel.memory(report.peak_memory), ""),
+    ]
+    if panel.beneath is not None:
+        beneath = panel.beneath
+        note = f"bubble {beneath.bubble_by_makespan:.1%}"
+        facts.append(("simulated makespan", panel.time(beneath.makespan), note))
+    return [{"name": name, "value": value, "note": note} for name, value, note in facts]
+
+
+def _bubbles(report: Report) -> list[str]:
+    """Each rank's share of the makespan in which it does not compute."""
+    time = report.makespan
+    return [f"{rank.idle.total / time if time > 0 else 0.0:.1%}" for rank in report.ranks]
+
+
+def _table(panel: Panel) -> TableData:
+    names = ("rank", "busy", "warm-up", "steady", "cool-down", "bubble", "peak memory")
+    bubbles = _bubbles(panel.report)
+    rows = [
+        [
+            str(number),
+            *(panel.time(value) for value in (rank.busy, *rank.idle)),
+            bubbles[number],
+            panel.memory(rank.peak_memory),
+        ]
+        for number, rank in enumerate(panel.report.ranks)
+    ]
+    return {"header": list(names), "rows": rows}
+
+
+def _timeline(report: Report) -> TimelineData:
+    schedule = report.timeline.schedule
+    return {
+        "makespan": report.makespan,
+        "colours": {kind.value: _colours_by_stage(schedule, kind) for kind in kinds(report)},
+        "lanes": [_lane(list(bars(report, rank))) for rank in range(schedule.num_ranks)],
+    }
+
+
+def _lane(lane: list[Bar]) -> LaneData:
+    return {
+        "kinds": "".join(bar.kind.value for bar in lane),
+        "halves": "".join(bar.half[0] for bar in lane),
+        "stages": [bar.action.stage for bar in lane],
+        "microbatches": [bar.action.mb for bar in lane],
+        "starts": [bar.start for bar in lane],
+        "ends": [bar.end for bar in lane],
+    }
+
+
+def _stages_by_rank(schedule: Schedule) -> list[tuple[int, ...]]:
+    return [schedule.placement.stages_of(rank) for rank in range(schedule.num_ranks)]
+
+
+def _colours_by_stage(schedule: Schedule, kind: Kind) -> list[str]:
+    by_stage = {
+        stage: colour(kind, place, len(stages))
+        for stages in _stages_by_rank(schedule)
+        for place, stage in enumerate(stages)
+    }
+    return [by_stage[stage] for stage in range(schedule.num_stages)]
+
+
+def _facts_table(panels: Sequence[Panel]) -> str:
+    """For those whose browser runs no scripts."""
+    rows = (
+        f"<tr><th scope=row>{escape(panel.title)}</th><td>{escape(panel.facts)}</td></tr>"
+        for panel in panels
+    )
+    return "<table>" + "".join(rows) + "</table>"
+
+
+def _part(name: str) -> str:
+    return (files("penstock.draw") / "page_parts" / name).read_text(encoding="utf-8")

@@ -1,0 +1,279 @@
+// One panel on one canvas, and the axis that panels share.
+
+const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif";
+
+/** The part of the time that is seen, shared by all panels of a unit. */
+class Axis {
+  constructor(unit, extent) {
+    this.unit = unit;
+    this.extent = extent;
+    this.reset();
+  }
+
+  get length() { return this.end - this.start; }
+
+  reset() { this.show(0, this.extent); }
+
+  /** Keeps `about` where it is; whether anything changed. */
+  zoom(factor, about) {
+    const length = this.clampLength(this.length * factor);
+    const start = about - (about - this.start) * length / this.length;
+    return this.show(start, length);
+  }
+
+  clampLength(length) { return clamp(length, this.extent * 1e-5, this.extent); }
+
+  move(by) { return this.show(this.start + by, this.length); }
+
+  show(start, length) {
+    const before = [this.start, this.end];
+    this.start = clamp(start, 0, this.extent - length);
+    this.end = this.start + length;
+    return this.start !== before[0] || this.end !== before[1];
+  }
+
+  /** Round times, about `count` of them, with their labels. */
+  ticks(count) {
+    const power = 10 ** Math.floor(Math.log10(this.length / count));
+    const step = power * [1, 2, 5, 10].find((round) => round * power >= this.length / count);
+    const [factor, unit] = this.unit === "" ? [1, ""]
+      : this.end < 1e-3 ? [1e6, " µs"] : this.end < 1 ? [1e3, " ms"] : [1, " s"];
+    const decimals = Math.min(Math.max(0, -Math.floor(Math.log10(step * factor) + 1e-9)), 15);
+    const found = [];
+    for (let n = Math.ceil(this.start / step - 1e-9); n * step <= this.end * (1 + 1e-12); n++) {
+      found.push({ time: n * step, label: (n * step * factor).toFixed(decimals) + unit });
+    }
+    return found;
+  }
+}
+
+/** One panel on one canvas: where everything is, how it looks, what is at a point. */
+class Lanes {
+  constructor(panel, axis, textColour) {
+    Object.assign(this, { panel, axis, textColour });
+    const label = `${panel.title}: ${panel.summary}. ${KEYS}`;
+    this.canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": label });
+  }
+
+  /** Rows from above; ranks are thinner where there are many, so that the canvas stays small. */
+  layOut(width, withMemory, scale) {
+    const { timeline, beneath, memory } = this.panel;
+    const many = timeline.lanes.length;
+    const [tall, thin] = many <= 16 ? [24, 15] : many <= 48 ? [16, 11] : [9, 6];
+    this.isWide = width >= 640;
+    this.left = this.isWide ? 76 : 56;
+    this.right = this.isWide ? 88 : 8;
+    this.width = width;
+    this.rows = [];
+    let y = 20;
+    timeline.lanes.forEach((lane, rank) => {
+      const add = (row) => {
+        this.rows.push({ rank, y, ...row });
+        y += row.height + 2;
+      };
+      add({ role: "lane", height: tall, lane, timeline });
+      for (const other of beneath.filter(({ lanes }) => rank < lanes.length)) {
+        add({ role: "beneath", height: thin, lane: other.lanes[rank], timeline: other });
+      }
+      if (withMemory) {
+        y += 2;
+        add({ role: "memory", height: thin + 3, curve: memory[rank] });
+      }
+      y += this.rows.at(-1).role === "lane" ? 2 : 6;
+    });
+    this.bottom = y;
+    this.height = y + 18;
+    this.canvas.width = Math.round(width * scale);
+    this.canvas.height = Math.round(this.height * scale);
+    this.canvas.style.aspectRatio = `${width} / ${this.height}`;
+    this.scale = scale;
+  }
+
+  get plotWidth() { return Math.max(this.width - this.left - this.right, 1); }
+  x(time) { return this.left + (time - this.axis.start) / this.axis.length * this.plotWidth; }
+  time(x) { return this.axis.start + (x - this.left) / this.plotWidth * this.axis.length; }
+  isInside(x) { return x >= this.left && x <= this.left + this.plotWidth; }
+
+  /** `hit` is what the pointer is at, on whatever panel; `pointerTime` may be NaN. */
+  draw(colours, hit, pointerTime, largestMemory) {
+    const pen = this.pen = this.canvas.getContext("2d");
+    this.colours = colours;
+    pen.setTransform(this.scale, 0, 0, this.scale, 0, 0);
+    pen.clearRect(0, 0, this.width, this.height);
+    pen.textBaseline = "middle";
+    this.drawMargins();
+    pen.save();
+    pen.beginPath();
+    pen.rect(this.left, 0, this.plotWidth, this.bottom);
+    pen.clip();
+    for (const row of this.rows) {
+      if (row.role === "memory") this.drawMemory(row, largestMemory);
+      else this.drawBars(row, hit?.microbatch);
+    }
+    if (hit?.lanes === this) this.outline(hit);
+    pen.restore();
+    this.drawPointer(pointerTime);
+  }
+
+  drawMargins() {
+    const { pen, colours, panel } = this;
+    const middle = this.left + this.plotWidth + 8;
+    const write = (text, x, y, size, align, colour) => {
+      pen.font = `${size}px ${FONT}`;
+      pen.textAlign = align;
+      pen.fillStyle = colour;
+      pen.fillText(text, x, y);
+    };
+    const names = { beneath: "simulated", memory: "memory" };
+    for (const { role, rank, y, height } of this.rows) {
+      const size = Math.min(role === "lane" ? 13 : this.isWide ? 11 : 9, height);
+      const colour = role === "lane" ? colours.ink : colours.muted;
+      const name = role === "lane" ? `rank ${rank}` : names[role];
+      write(name, this.left - 8, y + height / 2, size, "right", colour);
+      if (!this.isWide || role === "beneath") continue;
+      const amount = role === "lane" ? panel.bubbles[rank] : `peak ${panel.peaks[rank]}`;
+      write(amount, middle, y + height / 2, size, "left", colour);
+    }
+    if (this.isWide) write("bubble", middle, 10, 11, "left", colours.muted);
+    pen.fillStyle = colours.line;
+    for (const { time, label } of this.axis.ticks(Math.max(this.plotWidth / 90, 3))) {
+      const x = this.x(time);
+      pen.fillRect(Math.round(x), 14, 1, this.bottom - 10);
+      const half = label.length * 3.2;
+      const inside = Math.min(Math.max(x, this.left + half - 6), this.width - half);
+      write(label, inside, this.bottom + 11, 11.5, "center", colours.muted);
+      pen.fillStyle = colours.line;
+    }
+  }
+
+  /** Idle time is what remains of the track. */
+  drawBars({ y, height, lane, timeline }, microbatch) {
+    const { pen } = this;
+    pen.fillStyle = this.colours.track;
+    pen.fillRect(this.x(0), y, this.x(timeline.makespan) - this.x(0), height);
+    pen.textAlign = "center";
+    for (let n = countUpTo(lane.ends, this.axis.start); n < lane.starts.length; n++) {
+      if (lane.starts[n] > this.axis.end) break;
+      const [top, tall] = halfOf(lane.halves[n], y, height);
+      const from = this.x(lane.starts[n]), width = this.x(lane.ends[n]) - from;
+      // Wide bars are set apart. Between narrow ones that touch, the track must not shine through.
+      const isLast = n + 1 === lane.starts.length;
+      const touches = !isLast && this.x(lane.starts[n + 1]) - from - width < 0.25;
+      const gap = width > 4 ? 1 : touches ? -0.5 : 0;
+      const isMeant = microbatch === undefined || microbatch === lane.microbatches[n];
+      pen.globalAlpha = isMeant ? 1 : 0.25;
+      pen.fillStyle = timeline.colours[lane.kinds[n]][lane.stages[n]];
+      pen.fillRect(from, top, Math.max(width - gap, 0.5), tall);
+      if (width > 9 && tall >= 8) this.writeIn(lane, n, from, width - gap, top, tall);
+    }
+    pen.globalAlpha = 1;
+  }
+
+  /** The microbatch where it fits, in the part that is seen; with more room the stage too. */
+  writeIn(lane, n, from, width, top, tall) {
+    const { pen } = this;
+    const left = Math.max(from, this.left);
+    const right = Math.min(from + width, this.left + this.plotWidth);
+    const short = String(lane.microbatches[n]);
+    const size = Math.min(12, tall - 1), letter = size * 0.58;
+    const long = `${short} · stage ${lane.stages[n]}`;
+    const text = [long, short].find((words) => words.length * letter + 3 <= right - left);
+    if (text === undefined) return;
+    pen.font = `${size}px ${FONT}`;
+    pen.fillStyle = this.textColour;
+    pen.fillText(text, (left + right) / 2, top + tall / 2 + 0.5);
+  }
+
+  drawMemory({ y, height, curve }, largest) {
+    const { pen, axis } = this;
+    const { times, held } = curve;
+    const base = y + height;
+    const level = (amount) => base - (height - 1) * amount / largest;
+    const first = Math.max(countUpTo(times, axis.start) - 1, 0);
+    pen.beginPath();
+    pen.moveTo(this.x(times[first]), base);
+    let amount = held[first];
+    for (let n = first; n < times.length && times[n] <= axis.end; n++) {
+      if (times[n] === times[n + 1]) continue; // What is held for no time would be a speck.
+      pen.lineTo(this.x(times[n]), level(amount));
+      amount = held[n];
+      pen.lineTo(this.x(times[n]), level(amount));
+    }
+    // Its right edge is not to be seen before the step ends.
+    const end = Math.min(axis.end + axis.length, this.panel.timeline.makespan);
+    pen.lineTo(this.x(end), level(amount));
+    pen.lineTo(this.x(end), base);
+    pen.fillStyle = pen.strokeStyle = this.colours.memory;
+    pen.globalAlpha = 0.3;
+    pen.fill();
+    pen.globalAlpha = 1;
+    pen.lineWidth = 1;
+    pen.stroke();
+  }
+
+  outline({ row, start, end, half }) {
+    if (row.role === "memory") return;
+    const [top, tall] = halfOf(half, row.y, row.height);
+    const from = this.x(start), width = Math.max(this.x(end) - from, 2);
+    this.pen.lineWidth = 1.5;
+    this.pen.strokeStyle = this.colours.ink;
+    this.pen.strokeRect(from + 0.25, top + 0.75, width - 1, tall - 1.5);
+  }
+
+  /** A line at the pointer's time, on all panels of the axis. */
+  drawPointer(time) {
+    const x = this.x(time);
+    if (!this.isInside(x)) return;
+    this.pen.fillStyle = this.colours.muted;
+    this.pen.fillRect(Math.round(x), 14, 1, this.bottom - 10);
+    this.pen.font = `11px ${FONT}`;
+    this.pen.textAlign = "center";
+    this.pen.fillText(inWords(time, this.panel.time_unit), Math.max(x, this.left + 14), 7);
+  }
+
+  /** The bar, the idle time or the memory at a point of the canvas, or null. */
+  find(x, y) {
+    const row = this.rows.find((row) => y >= row.y && y < row.y + row.height);
+    const time = this.time(x);
+    if (!row || !this.isInside(x)) return null;
+    if (row.role === "memory") {
+      const held = row.curve.held[countUpTo(row.curve.times, time) - 1];
+      return time > this.panel.timeline.makespan ? null : { lanes: this, row, time, held };
+    }
+    const { lane } = row;
+    const next = countUpTo(lane.starts, time);
+    const half = y < row.y + row.height / 2 ? "u" : "l";
+    for (let n = next - 1; n >= 0 && n >= next - 2; n--) {
+      if (time < lane.ends[n] && ["w", half].includes(lane.halves[n])) return this.bar(row, n);
+    }
+    const start = next > 0 ? lane.ends[next - 1] : 0;
+    const end = next < lane.starts.length ? lane.starts[next] : row.timeline.makespan;
+    return time > end ? null : { lanes: this, row, start, end, half: "w", next };
+  }
+
+  bar(row, n) {
+    const { lane } = row;
+    return {
+      lanes: this, row, n, start: lane.starts[n], end: lane.ends[n], half: lane.halves[n],
+      microbatch: lane.microbatches[n],
+    };
+  }
+}
+
+/** How many of the rising `values` are at most `limit`. */
+function countUpTo(values, limit) {
+  let low = 0, high = values.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] <= limit) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/** The top and the height of a whole bar (w), or of the upper (u) or lower (l) half. */
+function halfOf(half, y, height) {
+  return half === "w" ? [y, height] : [half === "u" ? y : y + height / 2 + 0.5, height / 2 - 0.5];
+}
+
+function clamp(value, least, most) { return Math.min(Math.max(value, least), most); }

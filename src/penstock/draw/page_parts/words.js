@@ -1,0 +1,82 @@
+// What the page says: numbers in words, the tooltip, the head of a panel.
+
+const KEYS = "Scroll to zoom, drag to move, double-click to reset. "
+  + "Keys: ← → + − 0, and Shift with an arrow to go from bar to bar.";
+
+/** The panel with its title and its numbers; `remark` stands beside them. */
+function describePanel({ panel, canvas }, remark) {
+  const facts = panel.facts.map(({ name, value, note }) => make("div", {},
+    make("dt", {}, name),
+    make("dd", {}, make("span", { class: "value" }, value),
+      make("span", { class: "note" }, note && ` (${note})`))));
+  const { header, rows } = panel.table;
+  const table = make("table", {},
+    make("thead", {}, make("tr", {}, ...header.map((name) => make("th", { scope: "col" }, name)))),
+    make("tbody", {}, ...rows.map(
+      (row) => make("tr", {}, ...row.map((cell) => make("td", {}, cell))))));
+  return make("section", { class: "panel", "aria-label": panel.title },
+    make("div", { class: "head" },
+      make("h2", {}, panel.title), make("dl", { class: "facts" }, ...facts),
+      make("span", { class: "hint" }, remark)),
+    canvas,
+    make("details", {},
+      make("summary", {}, "Time and memory by rank"), make("div", { class: "scroll" }, table)));
+}
+
+/** What the tooltip says of a bar, of idle time or of memory. */
+function describe(hit, words) {
+  const { lanes: { panel }, row } = hit;
+  const time = (value) => inWords(value, panel.time_unit);
+  const of = (n) => `${words[row.lane.kinds[n]]} of microbatch ${row.lane.microbatches[n]}`;
+  const pairs = (found) => make("dl", {}, ...Object.entries(found).flatMap(
+    ([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))]));
+  const name = (text, ...before) => make("div", { class: "name" }, ...before, text);
+  if (row.role === "memory") {
+    return [name(`rank ${row.rank} holds ${amountInWords(hit.held, panel.memory_unit)}`),
+      pairs({ at: time(hit.time), "its peak": panel.peaks[row.rank] })];
+  }
+  const { lane, timeline } = row;
+  const when = { start: time(hit.start), end: time(hit.end), duration: time(hit.end - hit.start) };
+  const note = row.role === "beneath" ? [make("p", {}, "simulated")] : [];
+  if (hit.n === undefined) {
+    const starting = lane.halves[hit.next] === "u" ? [hit.next, hit.next + 1] : [hit.next];
+    const next = starting.filter((n) => n < lane.starts.length)
+      .map((n) => `${of(n)}, stage ${lane.stages[n]}`).join(", with ");
+    const then = next ? `Then it starts ${next}.` : "It has nothing more to do.";
+    return [name(`rank ${row.rank} waits ${when.duration}`),
+      pairs({ from: when.start, to: when.end }), make("p", {}, then), ...note];
+  }
+  const other = { w: [], u: [hit.n + 1], l: [hit.n - 1] }[hit.half]
+    .map((n) => make("p", {}, `Overlaps with ${of(n)}, stage ${lane.stages[n]}.`));
+  const colour = timeline.colours[lane.kinds[hit.n]][lane.stages[hit.n]];
+  return [name(of(hit.n), coloured(colour)),
+    pairs({ stage: lane.stages[hit.n], rank: row.rank, ...when }), ...other, ...note];
+}
+
+/** As Panel.time says it. */
+function inWords(value, unit) {
+  if (unit === "") return String(Number(value.toPrecision(5)));
+  const [factor, name] = value >= 1 || value === 0 ? [1, "s"]
+    : value >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+  return `${Number((value * factor).toPrecision(4))} ${name}`;
+}
+
+/** As Panel.memory says it. */
+function amountInWords(value, unit) {
+  if (unit === "") return String(Number(value.toPrecision(5)));
+  const power = [3, 2, 1, 0].find((each) => value >= 1024 ** each) ?? 0;
+  return `${Number((value / 1024 ** power).toPrecision(4))} ${["B", "KiB", "MiB", "GiB"][power]}`;
+}
+
+function coloured(colour) {
+  const made = make("i");
+  made.style.background = colour;
+  return made;
+}
+
+function make(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}

@@ -1,0 +1,188 @@
+"""What a picture shows of one panel: the lanes of its ranks, and the memory beside them.
+
+Heights are in inches from the top of the panel, so that what fits into a bar can be told.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.draw.colours import TEXT, colour
+from penstock.draw.panel import Bar, Panel, bars
+from penstock.draw.picture_look import Page
+from penstock.ir import Rank
+from penstock.sim import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NUMBER_SIZE = 7.5
+"""Of the microbatch numbers, in points."""
+_POINTS = 72.0  # To the inch.
+_DIGIT = 0.64  # Width of a digit in this font, of its size.
+_MARGIN = 0.3  # What a number needs around it, of its size.
+_SMALL = 7.5
+
+
+class Lane(NamedTuple):
+    """A strip of time: a rank of the panel's report, or beneath it that of the other report."""
+
+    report: Report
+    rank: Rank
+    top: float
+    height: float
+    is_beneath: bool
+
+    @property
+    def middle(self) -> float:
+        return self.top + self.height / 2
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
+
+    @property
+    def bubble(self) -> float:
+        """The share of the makespan in which the rank does not compute."""
+        makespan = self.report.makespan
+        return self.report.ranks[self.rank].idle.total / makespan if makespan > 0 else 0.0
+
+
+def lanes(panel: Panel) -> list[Lane]:
+    """The lanes from the top down. Where there are many ranks they are lower."""
+    num_ranks = len(panel.report.ranks)
+    height, gap = (0.30, 0.06) if num_ranks <= 8 else (0.21, 0.04)
+    found, top = [], 0.0
+    for rank in range(num_ranks):
+        found.append(Lane(panel.report, rank, top, height, False))
+        top += height + gap
+        if panel.beneath is not None:
+            found.append(Lane(panel.beneath, rank, top - gap / 2, height / 2, True))
+            top += height / 2 + gap
+    return found
+
+
+def number_width(number: int) -> float:
+    """How many inches a microbatch's number takes within a bar."""
+    return (len(str(number)) * _DIGIT + _MARGIN) * NUMBER_SIZE / _POINTS
+
+
+def draw_lanes(axes: "Axes", drawn: Sequence[Lane], colours: Page, *, width: float) -> None:
+    """Draws the bars on the idle time of each lane; the axes' time limit takes `width` inches."""
+    from matplotlib.collections import PolyCollection
+
+    idle = [_box(0.0, lane.report.makespan, lane.top, lane.bottom) for lane in drawn]
+    axes.add_collection(
+        PolyCollection(idle, facecolors=colours.idle, linewidths=0, gid="idle"), autolim=False
+    )
+    inch = width / axes.get_xlim()[1]  # Of a unit of time.
+    boxes, fills, edges = [], [], []
+    for lane in drawn:
+        for bar, fill in _coloured(lane):
+            top, height = _extent(bar, lane)
+            boxes.append(_box(bar.start, bar.end, top, top + height))
+            fills.append(fill)
+            length = (bar.end - bar.start) * inch
+            edges.append(min(0.8, 0.1 * length * _POINTS))  # Narrow bars keep their colour.
+            if _has_room(bar.action.mb, length, height):
+                _write_number(axes, bar, top + height / 2)
+    axes.add_collection(
+        PolyCollection(
+            boxes, facecolors=fills, edgecolors=colours.paper, linewidths=edges, gid="bars"
+        ),
+        autolim=False,
+    )
+
+
+def draw_labels(axes: "Axes", drawn: Sequence[Lane], colours: Page, *, right: float) -> None:
+    """Names the lanes before time 0; their bubbles end at `right`, in inches."""
+    from matplotlib.transforms import blended_transform_factory
+
+    assert axes.figure is not None
+    across = blended_transform_factory(axes.figure.dpi_scale_trans, axes.transData)
+    for lane in drawn:
+        ink = colours.faint_ink if lane.is_beneath else colours.ink
+        size = _SMALL - 1 if lane.is_beneath else _SMALL
+        name = "simulated" if lane.is_beneath else f"rank {lane.rank}"
+        axes.annotate(
+            name,
+            (0.0, lane.middle),
+            xytext=(-6, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center_baseline",
+            color=ink,
+            fontsize=size,
+        )
+        axes.text(
+            right,
+            lane.middle,
+            f"{lane.bubble:.1%}",
+            transform=across,
+            ha="right",
+            va="center_baseline",
+            color=ink,
+            fontsize=size,
+        )
+
+
+def draw_memory(axes: "Axes", panel: Panel, colours: Page, *, scale: float) -> None:
+    """Draws what each rank holds over time, beside its lane; `scale` fills the height of one."""
+    end = panel.report.makespan
+    for lane in lanes(panel):
+        if lane.is_beneath:
+            continue
+        axes.hlines(lane.bottom, 0.0, end, colors=colours.rule, linewidths=0.8, clip_on=False)
+        points = panel.report.memory(lane.rank)
+        axes.stairs(
+            [lane.bottom - point.held / scale * lane.height for point in points],
+            [*(point.time for point in points), max(end, points[-1].time)],
+            baseline=lane.bottom,
+            fill=True,
+            color=colours.memory,
+            linewidth=0,
+        )
+        axes.annotate(
+            panel.memory(panel.report.ranks[lane.rank].peak_memory),
+            (1.0, lane.middle),
+            xycoords=("axes fraction", "data"),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center_baseline",
+            color=colours.ink,
+            fontsize=_SMALL,
+        )
+
+
+def _coloured(lane: Lane) -> Iterator[tuple[Bar, str]]:
+    """The bars of the lane, each with its colour."""
+    own = lane.report.timeline.schedule.placement.stages_of(lane.rank)
+    for bar in bars(lane.report, lane.rank):
+        yield bar, colour(bar.kind, own.index(bar.action.stage), len(own))
+
+
+def _box(start: float, end: float, top: float, bottom: float) -> list[tuple[float, float]]:
+    return [(start, top), (end, top), (end, bottom), (start, bottom)]
+
+
+def _extent(bar: Bar, lane: Lane) -> tuple[float, float]:
+    """Top and height of a bar."""
+    if bar.half == "whole":
+        return lane.top, lane.height
+    half = lane.height / 2
+    return (lane.top if bar.half == "upper" else lane.top + half), half
+
+
+def _has_room(number: int, length: float, height: float) -> bool:
+    return length >= number_width(number) and height * _POINTS >= NUMBER_SIZE
+
+
+def _write_number(axes: "Axes", bar: Bar, middle: float) -> None:
+    axes.text(
+        (bar.start + bar.end) / 2,
+        middle,
+        str(bar.action.mb),
+        ha="center",
+        va="center_baseline",
+        color=TEXT,
+        fontsize=NUMBER_SIZE,
+    )

@@ -1,0 +1,194 @@
+"""Timelines in the terminal: a lane of characters for each rank, in colour where there is any."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import Console, Group
+from rich.style import Style
+from rich.text import Text
+
+from penstock.draw.axis import axis
+from penstock.draw.cells import FULL, Scale, Slot, fit_scale, memory_levels, runs, slots
+from penstock.draw.characters import BOTH, FAINT, IDLE, coloured, lettered, paint, split, thin
+from penstock.draw.panel import Kind, MemoryUnit, Panel, TimeUnit
+from penstock.sim import Report
+
+_NARROWEST = 40
+_ROOMY = 60
+"""From this width on there are figures at the right of the lanes."""
+_BENEATH = "simulated"
+_BOLD = Style(bold=True)
+_MEMORY = Style(color="#8b93a1")
+_ASCII = str.maketrans("·─µ▁▂▃▄▅▆▇", ".-u1234567")
+"""For a terminal that has no other characters."""
+
+
+def print_panels(
+    panels: Sequence[Panel], console: Console | None = None, *, memory: bool = True
+) -> None:
+    """Prints the panels as wide as the terminal is, in its colours if it has any."""
+    console = console or Console()
+    has_colour = console.color_system is not None and not console.no_color
+    # Colour is drawn with half blocks, so it takes a terminal that has them.
+    is_ascii = console.options.ascii_only
+    lines = _lines(panels, width=console.width, colour=has_colour and not is_ascii, memory=memory)
+    if is_ascii:
+        for line in lines:
+            line.plain = line.plain.translate(_ASCII)
+    console.print(Group(*lines))
+
+
+def terminal(panels: Sequence[Panel], *, width: int, colour: bool, memory: bool = True) -> Group:
+    """The panels under each other, `width` characters wide, to be printed by rich.
+
+    Panels in the same unit of time have the same time axis, and all the same height of memory.
+    Without `memory`, the curves of what each rank holds are left out.
+    """
+    return Group(*_lines(panels, width=width, colour=colour, memory=memory))
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A panel and the lanes of its ranks."""
+
+    panel: Panel
+    lanes: list[list[Slot]]
+    beneath: list[list[Slot]]
+
+    @property
+    def all_lanes(self) -> list[list[Slot]]:
+        return self.lanes + self.beneath
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the panels have in common, so that they can be compared."""
+
+    left: int
+    """Characters before a lane."""
+    lane: int
+    peak: int
+    """Characters for the peak memory of a rank; 0 if there is no room for figures."""
+    scales: dict[TimeUnit, Scale]
+    most: dict[MemoryUnit, float]
+    colour: bool
+
+
+def _lines(panels: Sequence[Panel], *, width: int, colour: bool, memory: bool) -> list[Text]:
+    drawn = [
+        _Drawn(panel, _lanes(panel.report), _lanes(panel.beneath) if panel.beneath else [])
+        for panel in panels
+    ]
+    layout = _layout(drawn, max(width, _NARROWEST), colour=colour)
+    lines: list[Text] = []
+    for one in drawn:
+        lines += _heading(one.panel)
+        lines += _rank_lines(one, layout)
+        if memory:
+            lines += _memory_lines(one.panel, layout)
+        lines.append(Text())
+    lines += _beside_each_other(_legend(drawn, colour=colour), max(width, _NARROWEST))
+    for line in lines:
+        line.rstrip()
+    return lines
+
+
+def _lanes(report: Report) -> list[list[Slot]]:
+    return [slots(report, rank) for rank in range(len(report.ranks))]
+
+
+def _layout(drawn: Sequence[_Drawn], width: int, *, colour: bool) -> _Layout:
+    panels = [one.panel for one in drawn]
+    labels = [f"rank {len(panel.report.ranks) - 1}" for panel in panels]
+    labels += [_BENEATH for panel in panels if panel.beneath]
+    left = max(map(len, labels)) + 2
+    peak, right = 0, 0
+    if width >= _ROOMY:
+        peaks = [p.memory(rank.peak_memory) for p in panels for rank in p.report.ranks]
+        peak = max(map(len, ["peak", *peaks]))
+        right = len("  bubble  ") + peak
+    lane = width - left - right
+    scales: dict[TimeUnit, Scale] = {}
+    most: dict[MemoryUnit, float] = {}
+    for panel in panels:
+        same = [one for one in drawn if one.panel.time_unit == panel.time_unit]
+        scales[panel.time_unit] = fit_scale([row for one in same for row in one.all_lanes], lane)
+        most[panel.memory_unit] = max(most.get(panel.memory_unit, 0), panel.report.peak_memory)
+    return _Layout(left, lane, peak, scales, most, colour)
+
+
+def _heading(panel: Panel) -> Iterator[Text]:
+    yield Text(panel.title, style=_BOLD)
+    yield Text(panel.facts)
+    if panel.beneath:
+        yield Text(f"{_BENEATH}: {replace(panel, report=panel.beneath).facts}")
+
+
+def _rank_lines(drawn: _Drawn, layout: _Layout) -> Iterator[Text]:
+    """The axis, a lane for each rank, and beneath it the lane to compare."""
+    panel, report = drawn.panel, drawn.panel.report
+    scale = layout.scales[panel.time_unit]
+    yield _row("", Text(axis(panel, scale), FAINT), layout, ("bubble", "peak"))
+    for rank, lane in enumerate(drawn.lanes):
+        found = report.ranks[rank]
+        bubble = found.idle.total / report.makespan if report.makespan else 0.0
+        num_stages = len(report.timeline.schedule.placement.stages_of(rank))
+        shown = runs(lane, scale)
+        text = coloured(shown, num_stages=num_stages) if layout.colour else lettered(shown)
+        figures = (f"{bubble:.1%}", panel.memory(found.peak_memory))
+        yield _row(f"rank {rank}", text, layout, figures)
+        if drawn.beneath:
+            shown = runs(drawn.beneath[rank], scale)
+            text = thin(shown, num_stages=num_stages) if layout.colour else lettered(shown)
+            yield _row(_BENEATH, text, layout)
+
+
+def _memory_lines(panel: Panel, layout: _Layout) -> Iterator[Text]:
+    """What each rank holds over time."""
+    most = layout.most[panel.memory_unit]
+    scale = layout.scales[panel.time_unit]
+    yield _row("", Text(f"memory, {FULL} is {panel.memory(most)}", FAINT), layout)
+    for rank in range(len(panel.report.ranks)):
+        points, end = panel.report.memory(rank), panel.report.makespan
+        levels = memory_levels(points, most, scale, end)
+        yield _row(f"rank {rank}", Text(levels, _MEMORY if layout.colour else ""), layout)
+
+
+def _row(name: str, lane: Text, layout: _Layout, figures: tuple[str, str] | None = None) -> Text:
+    # Where the console is narrower than a row can be, the row is cut off and not folded.
+    row = Text(name.ljust(layout.left), no_wrap=True, overflow="crop")
+    row.append_text(lane)
+    if figures and layout.peak:
+        row.pad_right(layout.left + layout.lane - len(row))
+        row.append(f"  {figures[0]:>6}  {figures[1]:>{layout.peak}}")
+    return row
+
+
+def _legend(drawn: Sequence[_Drawn], *, colour: bool) -> list[Text]:
+    """What the colours or the letters mean, of those that occur."""
+    looks = {slot.look for one in drawn for lane in one.all_lanes for slot in lane}
+    found = {bar for look in looks for bar in look}
+    entries = []
+    for kind in Kind:
+        if any(kind is bar_kind for bar_kind, _ in found):
+            mark = (f" {kind.value} ", paint(kind)) if colour else kind.value
+            entries.append(Text.assemble(mark, f" {kind.words}"))
+    if any(len(look) > 1 for look in looks):
+        halves = split(paint(Kind.FORWARD), paint(Kind.BACKWARD))
+        entries.append(Text.assemble(("▀▀▀", halves) if colour else BOTH, " both at once"))
+    if () in looks:
+        entries.append(Text(f"{IDLE} idle"))
+    if any(place for _, place in found):
+        entries.append(Text(f"{'paler' if colour else 'lower case'}: a later stage of the rank"))
+    return entries
+
+
+def _beside_each_other(entries: Sequence[Text], width: int) -> list[Text]:
+    """Lines of as many entries as there is room for."""
+    lines: list[Text] = []
+    for entry in entries:
+        if lines and len(lines[-1]) + 3 + len(entry) <= width:
+            lines[-1].append("   ").append_text(entry)
+        else:
+            lines.append(entry)
+    return lines

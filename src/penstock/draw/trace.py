@@ -1,0 +1,140 @@
+"""Timelines as a trace, for Perfetto and chrome://tracing.
+
+In the trace event format a panel is a process and a rank is a thread of it. The numbers of
+processes and threads are drawn from one row: a viewer puts the thread first whose number is that
+of its process, and no rank may be out of order.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from penstock.draw.panel import Kind, MemoryUnit, Panel, TimeUnit, bars
+from penstock.ir.action import is_compute
+from penstock.ir.inputs import Input, Inputs
+from penstock.sim import Report
+
+_MICROSECONDS: dict[TimeUnit, float] = {"": 1e3, "s": 1e6}
+_UNITLESS = "Times have no unit: 1 is shown as 1 ms."
+# chrome://tracing knows these names; Perfetto has colours of its own, one for each kind.
+_COLOURS = {
+    Kind.FORWARD: "rail_response",
+    Kind.BACKWARD: "rail_idle",
+    Kind.BACKWARD_INPUT: "yellow",
+    Kind.BACKWARD_WEIGHT: "rail_load",
+}
+
+_Event = dict[str, Any]
+
+
+def trace(panels: Sequence[Panel]) -> str:
+    """JSON text, one event per line; save it as a .json file and open that."""
+    numbers = count(1)
+    flows = count(1)
+    events: list[_Event] = []
+    for process in _processes(panels, numbers):
+        events += _names(process)
+        events += _bars(process)
+        events += _memory(process)
+        events += _messages(process, flows)
+    lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
+    other = {"unit of time": _UNITLESS} if any(p.time_unit == "" for p in panels) else {}
+    return (
+        f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(other)},\n'
+        f'"traceEvents": [\n{lines}\n]}}\n'
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """One timeline of the trace, and the numbers of its process and threads."""
+
+    title: str
+    report: Report
+    time_unit: TimeUnit
+    memory_unit: MemoryUnit
+    pid: int
+    tids: tuple[int, ...]
+
+    def microseconds(self, time: float) -> float:
+        return time * _MICROSECONDS[self.time_unit]
+
+    def event(self, phase: str, rank: int, time: float, **rest: Any) -> _Event:
+        place = {"pid": self.pid, "tid": self.tids[rank]}
+        return {"ph": phase, **place, "ts": self.microseconds(time), **rest}
+
+
+def _processes(panels: Sequence[Panel], numbers: Iterator[int]) -> Iterator[_Process]:
+    for panel in panels:
+        both = [(panel.title, panel.report)]
+        if panel.beneath:
+            both.append((f"{panel.title}: simulated", panel.beneath))
+        for title, report in both:
+            pid, *tids = (next(numbers) for _ in range(len(report.ranks) + 1))
+            yield _Process(title, report, panel.time_unit, panel.memory_unit, pid, tuple(tids))
+
+
+def _names(process: _Process) -> Iterator[_Event]:
+    """What the viewer writes beside the lanes, and their order."""
+
+    def about(what: str, tid: int, **args: Any) -> _Event:
+        return {"ph": "M", "pid": process.pid, "tid": tid, "name": what, "args": args}
+
+    yield about("process_name", process.pid, name=process.title)
+    yield about("process_sort_index", process.pid, sort_index=process.pid)
+    if process.time_unit == "":
+        yield about("process_labels", process.pid, labels=_UNITLESS)
+    for rank, tid in enumerate(process.tids):
+        yield about("thread_name", tid, name=f"rank {rank}")
+        yield about("thread_sort_index", tid, sort_index=rank)
+
+
+def _bars(process: _Process) -> Iterator[_Event]:
+    """A forward or backward each; the viewer puts the halves of an overlap under each other."""
+    for rank in range(len(process.tids)):
+        for action, kind, start, end, _ in bars(process.report, rank):
+            yield process.event(
+                "X",
+                rank,
+                start,
+                dur=process.microseconds(end) - process.microseconds(start),
+                name=f"{kind.value}{action.mb}",
+                cat=kind.words,
+                cname=_COLOURS[kind],
+                args={
+                    "stage": action.stage,
+                    "microbatch": action.mb,
+                    "kind": kind.words,
+                    "start": start,
+                    "end": end,
+                },
+            )
+
+
+def _memory(process: _Process) -> Iterator[_Event]:
+    unit = f" ({process.memory_unit})" if process.memory_unit else ""
+    for rank in range(len(process.tids)):
+        name = f"memory of rank {rank}{unit}"
+        for time, held in process.report.memory(rank):
+            yield process.event("C", rank, time, name=name, args={"held": held})
+
+
+def _messages(process: _Process, flows: Iterator[int]) -> Iterator[_Event]:
+    """An arrow from the bar that makes a message to the one that needs it."""
+    inputs = Inputs(process.report.timeline.schedule)
+    # In the middle of a bar, which is in no other: where it ends, the next one may begin.
+    made: dict[Input, tuple[int, float]] = {}
+    needed: dict[Input, tuple[int, float]] = {}
+    for rank, action, start, end in process.report.actions():
+        if is_compute(action):
+            at = rank, (start + end) / 2
+            made.update((key, at) for key in inputs.made(action))
+            needed.update((key, at) for key in inputs.needed(action))
+    for key, at in made.items():
+        if inputs.is_message(key):
+            kind = "gradient" if inputs.describe(key).is_gradient else "activation"
+            flow = next(flows)
+            yield process.event("s", *at, name=kind, cat="message", id=flow)
+            yield process.event("f", *needed[key], name=kind, cat="message", id=flow, bp="e")

@@ -1,0 +1,63 @@
+"""Panels that the tests of all drawings draw."""
+
+from penstock import schedules
+from penstock.draw.panel import Panel
+from penstock.ir import Schedule
+from penstock.sim import CostTable, Report, simulate
+
+
+def panel(
+    name: str = "1F1B",
+    ranks: int = 4,
+    microbatches: int = 8,
+    *,
+    title: str = "",
+    costs: CostTable | None = None,
+) -> Panel:
+    """A simulated schedule, without units; its title is its name unless one is given."""
+    return Panel(title or name, simulate(schedule(name, ranks, microbatches), costs))
+
+
+def schedule(name: str = "1F1B", ranks: int = 4, microbatches: int = 8) -> Schedule:
+    return schedules.get(name)(num_ranks=ranks, num_microbatches=microbatches)
+
+
+def overlap_panel(ranks: int = 4, microbatches: int = 10) -> Panel:
+    """DualPipeV: some of its forwards and backwards share their time."""
+    costs = CostTable.uniform(2 * ranks, stages_per_rank=2, overlap_saving=0.5)
+    return panel("DualPipeV", ranks, microbatches, costs=costs)
+
+
+def unit_panel(name: str = "ZB-H1", ranks: int = 4, microbatches: int = 8) -> Panel:
+    """Like a measured step: in seconds and bytes."""
+    return Panel(f"{name}, measured", _measured(name, ranks, microbatches), "s", "bytes")
+
+
+def beneath_panel(name: str = "1F1B", ranks: int = 4, microbatches: int = 8) -> Panel:
+    """A step in seconds and bytes, with the simulated one, which is quicker, beneath."""
+    made = schedule(name, ranks, microbatches)
+    costs = CostTable.uniform(
+        made.num_stages,
+        forward=0.010,
+        backward_input=0.010,
+        backward_weight=0.010,
+        after_forward=32 * 1024**2,
+        after_input=8 * 1024**2,
+    )
+    measured = _measured(name, ranks, microbatches)
+    return Panel(f"{name}, measured", measured, "s", "bytes", simulate(made, costs))
+
+
+def _measured(name: str, ranks: int, microbatches: int) -> Report:
+    """Stages of unequal times, as a real run has them."""
+    made = schedule(name, ranks, microbatches)
+    stages = range(made.num_stages)
+    costs = CostTable(
+        forward=[0.011 + 0.0007 * (stage % 3) for stage in stages],
+        backward_input=[0.012 + 0.0011 * (stage % 2) for stage in stages],
+        backward_weight=[0.010 + 0.0009 * (stage % 3) for stage in stages],
+        after_forward=32 * 1024**2,
+        after_input=8 * 1024**2,
+        delay=0.0004,
+    )
+    return simulate(made, costs)

@@ -1,0 +1,144 @@
+"""What every drawing says of a timeline."""
+
+import re
+from itertools import combinations
+
+import pytest
+from panels import overlap_panel, panel, unit_panel
+
+from penstock.draw.colours import TEXT, colour
+from penstock.draw.panel import Kind, Panel, bars, kinds
+from penstock.errors import DrawError
+from penstock.ir import Backward, BackwardInput, Forward, Overlap
+from penstock.passes import add_comms
+from penstock.sim import RecordedStep, Recording, simulate
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0, "0 s"), (2.5, "2.5 s"), (1, "1 s"), (0.25, "250 ms"), (0.001, "1 ms"), (42e-6, "42 µs")],
+)
+def test_seconds_are_said_in_the_unit_that_fits(value: float, expected: str) -> None:
+    assert expected == unit_panel().time(value)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0, "0"), (0.25, "0.25"), (33.0, "33")])
+def test_times_without_unit_are_plain_numbers(value: float, expected: str) -> None:
+    assert expected == panel().time(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1.5 * 1024**2, "1.5 MiB"),
+        (80 * 1024**3, "80 GiB"),
+    ],
+)
+def test_bytes_are_said_in_the_unit_that_fits(value: float, expected: str) -> None:
+    assert expected == unit_panel().memory(value)
+
+
+def test_memory_without_unit_is_a_plain_number() -> None:
+    assert "4.5" == panel().memory(4.5)
+
+
+def test_facts_are_time_bubble_and_memory() -> None:
+    expected = "makespan 27 (bubble 11.1%), span 24 (bubble 0.0%), peak memory 7"
+    assert expected == panel("ZB-H2").facts
+
+
+@pytest.mark.parametrize(
+    ("drawn", "expected"),
+    [
+        (panel("ForwardOnly"), [Kind.FORWARD]),
+        (panel("1F1B"), [Kind.FORWARD, Kind.BACKWARD]),
+        (panel("ZB-V"), [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]),
+        (overlap_panel(), list(Kind)),
+    ],
+    ids=lambda one: one.title if isinstance(one, Panel) else "",
+)
+def test_kinds_are_those_that_occur(drawn: Panel, expected: list[Kind]) -> None:
+    assert expected == kinds(drawn.report)
+
+
+def test_every_kind_has_words_and_a_colour_of_its_own() -> None:
+    assert 4 == len({kind.words for kind in Kind})
+    assert 4 == len({colour(kind) for kind in Kind})
+
+
+def test_bars_are_the_computes_with_their_times() -> None:
+    found = list(bars(panel("1F1B", 2, 1).report, 1))
+    expected = [
+        (Forward(1, 0), Kind.FORWARD, 1, 2, "whole"),
+        (Backward(1, 0), Kind.BACKWARD, 2, 4, "whole"),
+    ]
+    assert expected == found
+
+
+def test_halves_of_an_overlap_share_the_time_and_the_height() -> None:
+    report = overlap_panel().report
+    timeline = report.timeline
+    found = {(bar.action, bar.half): (bar.start, bar.end) for bar in bars(report, 0)}
+    overlaps = [n for n, a in enumerate(timeline.schedule.orders[0]) if isinstance(a, Overlap)]
+    assert overlaps
+    for position in overlaps:
+        action = timeline.schedule.orders[0][position]
+        assert isinstance(action, Overlap)
+        assert isinstance(action.backward, Backward | BackwardInput)
+        times = timeline.starts[0][position], timeline.ends[0][position]
+        assert times == found[action.forward, "upper"]
+        assert times == found[action.backward, "lower"]
+
+
+def test_sends_and_receives_have_no_bars() -> None:
+    plain = panel("1F1B").report
+    with_comms = simulate(add_comms(plain.timeline.schedule), plain.costs)
+    assert list(bars(plain, 1)) == list(bars(with_comms, 1))
+
+
+def test_later_stages_are_paler_but_not_white() -> None:
+    for kind in Kind:
+        shades = [_light(colour(kind, place, 4)) for place in range(4)]
+        assert shades == sorted(set(shades))
+        assert _light("#ffffff") > shades[-1]
+
+
+def test_text_can_be_read_on_every_colour() -> None:
+    # 4.5 is what the guidelines for accessible pages ask of small text.
+    for kind, place in [(kind, place) for kind in Kind for place in range(3)]:
+        ground = colour(kind, place, 3)
+        assert re.fullmatch("#[0-9a-f]{6}", ground)
+        assert (_light(ground) + 0.05) / (_light(TEXT) + 0.05) >= 4.5
+
+
+def test_no_two_kinds_have_a_shade_in_common() -> None:
+    shades = [{colour(kind, place, 4) for place in range(4)} for kind in Kind]
+    assert all(not one & other for one, other in combinations(shades, 2))
+
+
+def _light(name: str) -> float:
+    """How light a colour is to the eye, from 0 to 1."""
+    parts = [int(name[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_beneath_with_other_ranks_is_refused() -> None:
+    four, two = panel("1F1B", ranks=4), panel("1F1B", ranks=2)
+    with pytest.raises(DrawError, match=r"beneath has 2 ranks, but the report of 'both' has 4\."):
+        Panel("both", four.report, beneath=two.report)
+
+
+def test_panel_of_a_recording_has_the_measured_step_over_the_simulated_one() -> None:
+    report = panel("ZB-H1", ranks=3, microbatches=4).report
+    recording = Recording((RecordedStep(0, report.timeline),))
+    drawn = Panel.of_recording("run", recording)
+    assert ("s", "") == (drawn.time_unit, drawn.memory_unit)
+    assert report.timeline == drawn.report.timeline
+    assert drawn.beneath is not None
+    assert report.makespan == pytest.approx(drawn.beneath.makespan)
+    in_bytes = Panel.of_recording("run", recording, report.costs)
+    assert "bytes" == in_bytes.memory_unit
