@@ -7,24 +7,58 @@ imported in the function that needs it, so that the command starts at once.
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
 
+from penstock.cli.compare import compare
+from penstock.cli.convert import convert
+from penstock.cli.demo import demo
+from penstock.cli.listing import list_schedules
+from penstock.cli.plan import plan
+from penstock.cli.search import search
+from penstock.cli.show import show
+from penstock.cli.simulate import simulate
+from penstock.cli.train import train
+from penstock.cli.verify import verify
 from penstock.errors import PipelineError
 
 _INTERRUPTED = 130  # As shells have it: 128, and the number of the signal.
 
 app = typer.Typer(
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command()(demo)
+app.command()(show)
+app.command()(simulate)
+app.command()(compare)
+app.command()(search)
+app.command()(plan)
+app.command()(verify)
+app.command()(convert)
+app.command()(train)
+app.command("list")(list_schedules)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib import metadata
+
+        print(f"penstock {metadata.version('penstock')}")
+        raise typer.Exit
 
 
 @app.callback()
 def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Show the version and exit."
+        ),
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
 ) -> None:
     """Pipeline-parallel training for PyTorch that leaves no bubbles.
@@ -38,10 +72,15 @@ def main(args: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if args is None else args)
     is_debug = "--debug" in given
     # It may stand anywhere, but only the root knows it.
-    given = [arg for arg in given if arg != "--debug"]
+    given = [arg for arg in given if arg != "--debug"] or ["--help"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # Not every terminal has every character.
     try:
         code = app(given, prog_name="penstock", standalone_mode=False)
         sys.stdout.flush()
+        if code == _INTERRUPTED:  # What typer makes of Ctrl-C.
+            _say("interrupted", code)
     except KeyboardInterrupt:
         code = _say("interrupted", _INTERRUPTED)
     except BrokenPipeError:

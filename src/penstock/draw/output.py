@@ -25,8 +25,11 @@ def show(panels: Sequence[Panel]) -> None:
     print_panels(panels)
 
 
-def save(panels: Sequence[Panel], path: str | PathLike[str]) -> None:
-    """Writes the panels to a file: a picture, a page or a trace, as its suffix says."""
+def save(panels: Sequence[Panel], path: str | PathLike[str], *, dark: bool = False) -> None:
+    """Writes the panels to a file: a picture, a page or a trace, as its suffix says.
+
+    `dark` is for pictures; a page follows the reader's own setting.
+    """
     _check(panels)
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
@@ -34,7 +37,7 @@ def save(panels: Sequence[Panel], path: str | PathLike[str]) -> None:
         ending = f"ends in {suffix}" if suffix else "has no suffix"
         raise DrawError(f"{path} {ending}, and that is no kind of drawing. Use {known}.")
     try:
-        _write(panels, Path(path), suffix)
+        _write(panels, Path(path), suffix, dark)
     except OSError as exc:
         raise DrawError(
             f"{path} cannot be written: {exc.strerror or exc}. "
@@ -42,11 +45,11 @@ def save(panels: Sequence[Panel], path: str | PathLike[str]) -> None:
         ) from exc
 
 
-def _write(panels: Sequence[Panel], path: Path, suffix: str) -> None:
+def _write(panels: Sequence[Panel], path: Path, suffix: str, dark: bool) -> None:
     if suffix in _PICTURES:
         from penstock.draw.picture import picture
 
-        picture(panels, path)
+        picture(panels, path, dark=dark)
     elif suffix == ".html":
         from penstock.draw.page import page
 

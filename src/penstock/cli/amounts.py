@@ -1,0 +1,69 @@
+"""Numbers as they are typed: amounts of memory with units, and lists of numbers."""
+
+import math
+import re
+from typing import Final
+
+from penstock.errors import OptionError
+
+_UNITS: Final[dict[str, int]] = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+}
+_AMOUNT = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)")
+
+
+def to_amount(option: str, text: str) -> float:
+    """A number above 0, which may have a unit of memory behind it.
+
+    >>> to_amount("--memory", "1.5 KiB")
+    1536.0
+    """
+    match = _AMOUNT.fullmatch(text.strip().lower())
+    number = _to_number(match[1]) if match and match[2] in _UNITS else math.nan
+    if match is None or not 0 < number < math.inf:
+        raise OptionError(
+            f"{option} is {text!r}. Expected a number above 0, with or without a unit: 4 or 8GiB."
+        )
+    return float(number * _UNITS[match[2]])
+
+
+def to_caps(text: str | None) -> float | tuple[float, ...] | None:
+    """What a rank may hold: one amount for all ranks, or one for each with commas between."""
+    if text is None:
+        return None
+    caps = tuple(to_amount("--memory", part) for part in text.split(","))
+    return caps[0] if len(caps) == 1 else caps
+
+
+def to_counts(option: str, text: str | None) -> list[int] | None:
+    """Whole numbers with commas between.
+
+    >>> to_counts("--microbatches", "8,16")
+    [8, 16]
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise OptionError(
+            f"{option} is {text!r}. Expected whole numbers above 0 with commas between: 8,16."
+        )
+    return [int(part) for part in parts]
+
+
+def to_times(text: str) -> tuple[float, float, float] | None:
+    """Three numbers with commas between, if that is what it is."""
+    numbers = [_to_number(part) for part in text.split(",")]
+    if len(numbers) != 3 or any(math.isnan(number) for number in numbers):
+        return None
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _to_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,132 @@
+"""`penstock compare`: all schedules, and a searched one, for the same costs and memory."""
+
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.amounts import to_caps
+from penstock.cli.comparison import Comparison, Question
+from penstock.cli.costs import choose_stages_per_rank
+from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
+from penstock.cli.options import (
+    AsJson,
+    ClockName,
+    CostsText,
+    Delay,
+    Memory,
+    Microbatches,
+    Ranks,
+    StagesPerRank,
+)
+from penstock.cli.screen import print_json, print_table, sign_of_life
+from penstock.errors import OptionError
+from penstock.planner.placements import describe
+from penstock.schedules import REGISTRY
+
+
+def compare(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE", help="Schedules of your own, as CSV files."),
+    ] = None,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    costs: CostsText = None,
+    delay: Delay = None,
+    memory: Memory = None,
+    clock: ClockName = "makespan",
+    search: Annotated[bool, typer.Option(help="Search for better ones too.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Compare all schedules for the same costs.
+
+    The best comes first, with one that was searched for each number of stages.
+
+    The gap is how much slower a schedule is than a time that no schedule with its placement can
+    beat. What holds more than the memory, or does not fit the numbers, comes last with the reason.
+
+    \b
+    penstock compare -p 4 -m 8
+    penstock compare -p 8 -m 32 --costs 1,1,0.8 --delay 0.1 --memory 8
+    penstock compare best.csv --costs costs.json --clock span
+    """
+    shape = ShapeOptions(ranks, microbatches, None)
+    given = read_schedules(files or [], shape)
+    numbers = shape.of(given[0].schedule if given else None)
+    for one in given:
+        _check_same(one, *numbers)
+    chosen = choose_costs(given, costs, delay)
+    count = choose_stages_per_rank(chosen, numbers[0], stages_per_rank)
+    comparison = Comparison(Question(chosen, *numbers, to_caps(memory), clock))
+    for one in given:
+        comparison.add(one.name, one.schedule)
+    for generator in REGISTRY:
+        comparison.add_registered(generator, count)
+    comparison.check_memory()
+    if search:
+        with sign_of_life("Searching"):
+            comparison.search()
+    if as_json:
+        print_json(_facts(comparison))
+    else:
+        _print(comparison)
+
+
+def _check_same(given: Given, num_ranks: int, num_microbatches: int) -> None:
+    schedule = given.schedule
+    if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
+        raise OptionError(
+            f"{given.name} has {schedule.num_ranks} ranks and {schedule.num_microbatches} "
+            f"microbatches, but others have {num_ranks} and {num_microbatches}. Compare schedules "
+            "for the same numbers."
+        )
+
+
+def _print(comparison: Comparison) -> None:
+    header = ["schedule", comparison.question.clock, "bubble", "peak memory", "gap", "placement"]
+    rows = [
+        [
+            row.name,
+            f"{row.time:.5g}",
+            f"{row.bubble:.2%}",
+            f"{row.report.peak_memory:.5g}",
+            "" if row.gap is None else f"{row.gap:.2%}",
+            describe(row.placement),
+            row.excess,
+        ]
+        for row in comparison.rows
+    ]
+    rows += [[name, "", "", "", "", "", why] for name, why in comparison.left_out.items()]
+    if any(row[-1] for row in rows):
+        header.append("why not")
+    rows = [row[: len(header)] for row in rows]
+    print_table(header, rows, words=("schedule", "placement", "why not"))
+    bounds = [f"{bound:.5g} ({describe(where)})" for where, bound in comparison.bounds.items()]
+    print(f"No schedule is faster than {', '.join(bounds)}.")
+
+
+def _facts(comparison: Comparison) -> dict[str, Any]:
+    question = comparison.question
+    return {
+        "num_ranks": question.num_ranks,
+        "num_microbatches": question.num_microbatches,
+        "clock": question.clock,
+        "memory": question.memory,
+        "schedules": [
+            {
+                "name": row.name,
+                "placement": describe(row.placement),
+                "makespan": row.report.makespan,
+                "span": row.report.span,
+                "bubble_by_makespan": row.report.bubble_by_makespan,
+                "bubble_by_span": row.report.bubble_by_span,
+                "peak_memory": row.report.peak_memory,
+                "lower_bound": comparison.bounds[row.placement],
+                "gap": row.gap,
+                "fits": row.excess == "",
+            }
+            for row in comparison.rows
+        ],
+        "left_out": comparison.left_out,
+    }

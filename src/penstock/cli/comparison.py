@@ -1,0 +1,155 @@
+"""Schedules for one question side by side: what `penstock compare` prints."""
+
+from dataclasses import dataclass
+
+from penstock.cli.costs import Costs, StageCosts
+from penstock.ir import Forward, Placement, Schedule
+from penstock.passes import remove_comms
+from penstock.planner import Problem, lower_bound, search
+from penstock.planner.placements import default_placements
+from penstock.planner.problem import nothing_fits
+from penstock.schedules.base import Clock, Generator, Shape
+from penstock.sim import Report, simulate
+
+_EFFORT, _SECONDS = 0.1, 10.0  # A taste, in a second or less: `penstock search` is thorough.
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What all schedules are compared for."""
+
+    costs: Costs
+    num_ranks: int
+    num_microbatches: int
+    memory: float | tuple[float, ...] | None
+    clock: Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A schedule that can be run."""
+
+    name: str
+    placement: Placement
+    report: Report
+    time: float
+    bubble: float
+    """Both by the clock."""
+    gap: float | None
+    """By which share it is slower than the bound of its placement; None if it does not fit."""
+    excess: str
+    """What it needs more than there is; empty if it fits."""
+
+
+class Comparison:
+    """What was compared so far."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.left_out: dict[str, str] = {}
+        """Schedules that cannot be made for the question, and why."""
+        self._bounds: dict[Placement, tuple[Problem, float]] = {}
+        self._rows: list[Row] = []
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those that fit first, the fastest first, and of those as fast who holds less."""
+        return sorted(
+            self._rows,
+            key=lambda row: (row.excess != "", round(row.time, 9), row.report.peak_memory),
+        )
+
+    @property
+    def bounds(self) -> dict[Placement, float]:
+        """A time that no schedule can beat, for each placement."""
+        return {placement: bound for placement, (_, bound) in self._bounds.items()}
+
+    def add(self, name: str, schedule: Schedule) -> None:
+        if not _trains(schedule):
+            self.left_out[name] = "has no backward"
+            return
+        problem, bound = self._bound(schedule.placement)
+        report = simulate(schedule, problem.costs)
+        time = problem.time_of(report)
+        over = problem.find_excess(report)
+        is_makespan = self.question.clock == "makespan"
+        self._rows.append(
+            Row(
+                name=name,
+                placement=schedule.placement,
+                report=report,
+                time=time,
+                bubble=report.bubble_by_makespan if is_makespan else report.bubble_by_span,
+                gap=_gap(time, bound) if over is None else None,
+                excess=""
+                if over is None
+                else f"needs {report.ranks[over].peak_memory:.5g} on rank {over}",
+            )
+        )
+
+    def add_registered(self, generator: Generator, stages_per_rank: int | None) -> None:
+        """Only if it trains; with `stages_per_rank` if it takes any number, else with its own."""
+        count = generator.stages_per_rank
+        if generator.takes_any_stages_per_rank and stages_per_rank is not None:
+            count = stages_per_rank
+        question = self.question
+        shape = Shape(question.num_ranks, question.num_microbatches, count)
+        fewest = generator.min_microbatches(shape)
+        if isinstance(question.costs, StageCosts) and count != stages_per_rank:
+            stages = "1 stage" if count == 1 else f"{count} stages"
+            self.left_out[generator.name] = f"needs {stages} per rank"
+        elif shape.m < fewest:
+            self.left_out[generator.name] = f"needs {fewest} microbatches"
+        else:
+            schedule = generator(
+                num_ranks=shape.p, num_microbatches=shape.m, stages_per_rank=shape.v
+            )
+            if _trains(schedule):
+                self.add(generator.name, schedule)
+
+    def check_memory(self) -> None:
+        """Raises if nothing can fit, and says what would."""
+        problems = [problem for problem, _ in self._bounds.values()]
+        if all(problem.find_shortage() is not None for problem in problems):
+            raise nothing_fits(problems)
+
+    def search(self) -> None:
+        """Adds the best that is found for each number of stages that was compared."""
+        question = self.question
+        for num_stages in sorted({placement.num_stages for placement in self._bounds}):
+            if num_stages % question.num_ranks:
+                continue  # They are in a file, and cannot be placed otherwise.
+            placements = default_placements(num_stages, question.num_ranks)
+            found = search(
+                question.costs.table(placements[0]),
+                question.num_ranks,
+                question.num_microbatches,
+                memory=question.memory,
+                placements=placements,
+                clock=question.clock,
+                seconds=_SECONDS,
+                effort=_EFFORT,
+            )
+            self.add("searched", found.schedule)
+
+    def _bound(self, placement: Placement) -> tuple[Problem, float]:
+        if placement not in self._bounds:
+            question = self.question
+            problem = Problem.of(
+                question.costs.table(placement),
+                placement,
+                question.num_microbatches,
+                memory=question.memory,
+                clock=question.clock,
+            )
+            self._bounds[placement] = problem, lower_bound(problem)
+        return self._bounds[placement]
+
+
+def _trains(schedule: Schedule) -> bool:
+    return any(not isinstance(action, Forward) for action in remove_comms(schedule).orders[0])
+
+
+def _gap(time: float, bound: float) -> float:
+    gap = time / bound - 1 if bound > 0 else 0.0
+    return gap if gap > 1e-9 else 0.0  # What is less is rounding.

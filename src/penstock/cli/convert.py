@@ -1,0 +1,59 @@
+"""`penstock convert`: a schedule as CSV, with or without sends and receives."""
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli.files import PIPE, check_output, write_text
+from penstock.cli.given import ShapeOptions, describe_shape, read_schedules
+from penstock.cli.options import Microbatches, Output, Ranks, StagesPerRank
+from penstock.ir import Schedule
+from penstock.passes import add_comms, fuse_backward, remove_comms, split_backward
+
+
+def convert(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A name, a CSV file or a recording; - is stdin.")
+    ],
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    output: Output = None,
+    comms: Annotated[
+        bool | None,
+        typer.Option("--comms/--no-comms", help="With or without sends and receives."),
+    ] = None,
+    split: Annotated[
+        bool | None,
+        typer.Option(
+            "--split/--fuse", help="Cut full backwards in two, or join halves that are neighbours."
+        ),
+    ] = None,
+) -> None:
+    """Write a schedule as CSV, the format that PyTorch reads.
+
+    What is not asked for stays as it is.
+
+    \b
+    penstock convert ZB-V -p 4 -m 8 -o zb_v.csv
+    penstock convert zb_v.csv --comms -o for_torch.csv
+    penstock convert 1F1B --split | penstock simulate -
+    """
+    check_output(output, inputs=[name])
+    [given] = read_schedules([name], ShapeOptions(ranks, microbatches, stages_per_rank))
+    schedule = _convert(given.schedule, comms=comms, split=split)
+    write_text(output, schedule.to_csv())
+    if output not in (None, PIPE):
+        print(f"wrote {output}: {describe_shape(schedule)}")
+
+
+def _convert(schedule: Schedule, *, comms: bool | None, split: bool | None) -> Schedule:
+    wants_comms = schedule.has_comms if comms is None else comms
+    if split is True:
+        schedule = split_backward(schedule)
+    elif split is False:
+        # The send between two halves keeps them apart.
+        schedule = fuse_backward(remove_comms(schedule))
+    if wants_comms and not schedule.has_comms:
+        return add_comms(schedule)
+    return schedule if wants_comms else remove_comms(schedule)

@@ -1,0 +1,115 @@
+"""What `--costs` and `--delay` say of the stages."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import TypeAlias
+
+from penstock.cli.amounts import to_times
+from penstock.cli.files import read_text
+from penstock.errors import OptionError, PipelineError
+from penstock.ir import Placement
+from penstock.planner.placements import default_placements
+from penstock.sim import CostTable, Recording
+
+
+@dataclass(frozen=True, slots=True)
+class ShareCosts:
+    """Times of a rank's whole share, the same for each rank, however many stages it has."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    delay: float = 0.0
+
+    def table(self, placement: Placement) -> CostTable:
+        """The costs of the stages; a microbatch holds 1 on a rank."""
+        num_held = Counter(placement.ranks)
+        shares = [1 / num_held[rank] for rank in placement.ranks]
+        return CostTable(
+            forward=[self.forward * share for share in shares],
+            backward_input=[self.backward_input * share for share in shares],
+            backward_weight=[self.backward_weight * share for share in shares],
+            after_forward=shares,
+            after_input=shares,
+            delay=self.delay,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """The costs of given stages."""
+
+    source: str
+    costs: CostTable
+
+    @classmethod
+    def of(cls, source: str, costs: CostTable, delay: float | None) -> "StageCosts":
+        """With `delay` in place of the delays that are known, if it is given."""
+        if delay is not None:
+            costs = replace(costs, delay=(delay,) * (costs.num_stages - 1))
+        return cls(source, costs)
+
+    def table(self, placement: Placement) -> CostTable:
+        """The costs, if they are of as many stages as `placement` has."""
+        if placement.num_stages != self.costs.num_stages:
+            raise OptionError(
+                f"{self.source} has the costs of {self.costs.num_stages} stages, but "
+                f"{placement.num_stages} are needed. Give costs for each stage, or a schedule "
+                "with as many stages as there are costs."
+            )
+        return self.costs
+
+
+Costs: TypeAlias = ShareCosts | StageCosts
+
+
+def read_costs(text: str | None, delay: float | None) -> Costs:
+    """The costs that the options give; without any, F, I and W take 1 each."""
+    times = (1.0, 1.0, 1.0) if text is None else to_times(text)
+    if times is not None:
+        if not all(0 <= time < inf for time in times):
+            raise OptionError(f"--costs is {text}. Expected times that are not negative.")
+        return ShareCosts(*times, delay=delay or 0.0)
+    assert text is not None
+    if not Path(text).exists():
+        raise OptionError(
+            f"--costs is {text!r}, which is neither a file nor three numbers. Expected the times "
+            "of F, I and W, such as 1,1,0.5, or a file that CostTable.save wrote."
+        )
+    return StageCosts.of(text, _load(text), delay)
+
+
+def choose_stages_per_rank(costs: Costs, num_ranks: int, wanted: int | None) -> int | None:
+    """As many as a file of costs has for each rank, or else as wanted."""
+    if not isinstance(costs, StageCosts):
+        return wanted
+    num_stages = costs.costs.num_stages
+    count = default_placements(num_stages, num_ranks)[0].num_stages // num_ranks
+    if wanted not in (None, count):
+        raise OptionError(
+            f"--stages-per-rank is {wanted}, but {costs.source} has the costs of {num_stages} "
+            f"stages, which are {count} on each of {num_ranks} ranks. Leave it out."
+        )
+    return count
+
+
+def _load(path: str) -> CostTable:
+    """From a file of costs, or of recorded steps."""
+    text = read_text(path)
+    try:
+        return (
+            Recording.from_json(text).costs() if is_recording(text) else CostTable.from_json(text)
+        )
+    except PipelineError as exc:
+        raise OptionError(f"{path} holds no costs that can be read: {exc}") from exc
+
+
+def is_recording(text: str) -> bool:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and values.get("format") == "penstock recording"

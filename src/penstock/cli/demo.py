@@ -1,0 +1,99 @@
+"""`penstock demo`: what Penstock does, shown in a minute or two on this machine."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.ranks import be_rank, start_ranks
+from penstock.cli.screen import console
+from penstock.errors import OptionError
+from penstock.training.choices import check_run
+from penstock.training.launch import is_worker
+from penstock.training.settings import GptConfig, TrainConfig
+from penstock.training.text import Text
+
+BASELINE = "1F1B"
+_MODEL = GptConfig(num_layers=8, width=192, num_heads=4, context=64)
+
+
+def demo(
+    steps: Annotated[int, typer.Option("--steps", help="Of each training.")] = 60,
+    schedule: Annotated[
+        str, typer.Option("--schedule", metavar="NAME|FILE", help="To compare with 1F1B.")
+    ] = "ZB-V",
+    ranks: Annotated[int, typer.Option("--ranks", "-p", help="Processes to start.")] = 2,
+    microbatches: Annotated[
+        int, typer.Option("--microbatches", "-m", help="Pieces of each batch.")
+    ] = 4,
+    folder: Annotated[
+        str, typer.Option("--folder", "-o", metavar="FOLDER", help="Where to put the files.")
+    ] = "penstock-demo",
+) -> None:
+    """Train a small GPT by a zero-bubble schedule and by 1F1B, side by side, and compare.
+
+    It learns the source code of Python's own library on two processes of this machine. Both
+    trainings start from the same weights and see the same batches, so they learn the same: what
+    differs is how long the processes wait for each other. This takes one to two minutes.
+
+    \b
+    penstock demo
+    penstock demo --steps 20
+    penstock demo --schedule ZB-H1 --folder /tmp/demo
+    """
+    configs = _configs(steps, schedule, ranks, microbatches, Path(folder))
+    texts = [check_run(config) for config in configs]
+    if is_worker(os.environ):
+        raise typer.Exit(be_rank(lambda: _work(configs, texts[0], Path(folder))))
+    given = {
+        "--steps": steps,
+        "--schedule": schedule,
+        "--ranks": ranks,
+        "--microbatches": microbatches,
+        "--folder": folder,
+    }
+    arguments = [f"{name}={value}" for name, value in given.items()]
+    raise typer.Exit(start_ranks(["demo", *arguments], ranks))
+
+
+def _configs(
+    steps: int, schedule: str, ranks: int, microbatches: int, folder: Path
+) -> list[TrainConfig]:
+    """The same training by two schedules."""
+    if schedule.lower() in ("auto", BASELINE.lower()):
+        raise OptionError(
+            f"--schedule is {schedule}, but {BASELINE} is compared with a schedule that is fixed. "
+            'Give the name of another, such as ZB-V; "penstock list" has them all.'
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"--folder is {folder}, which cannot be made: {error.strerror}. Give another."
+        ) from error
+    plain = TrainConfig(
+        _MODEL,
+        num_ranks=ranks,
+        num_microbatches=microbatches,
+        batch=4 * microbatches,
+        steps=steps,
+    )
+    return [
+        replace(plain, schedule=BASELINE, record=str(folder / "baseline.json")),
+        replace(plain, schedule=schedule, record=str(folder / "run.json")),
+    ]
+
+
+def _work(configs: list[TrainConfig], text: Text, folder: Path) -> None:
+    """Be one of the ranks; the first one shows what happens."""
+    from penstock.cli.demo_report import Progress, report
+    from penstock.training.side_by_side import train_side_by_side
+    from penstock.training.worker import joined
+
+    is_first = os.environ["RANK"] == "0"
+    with Progress(configs, console(), is_shown=is_first) as progress, joined() as device:
+        contenders = train_side_by_side(configs, text, device=device, on_step=progress.show)
+    if is_first:
+        report(contenders, folder, console())

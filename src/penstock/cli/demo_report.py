@@ -1,0 +1,136 @@
+"""How the demonstration shows itself while it runs, and what it says in the end."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cli.screen import print_table
+from penstock.draw import Panel, save
+from penstock.draw.curves import loss_curves
+from penstock.draw.terminal import print_panels
+from penstock.training.settings import TrainConfig
+from penstock.training.side_by_side import Contender
+from penstock.training.trainer import StepDone
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_MOST_COLUMNS = 60
+
+
+class Progress(AbstractContextManager["Progress"]):
+    """A bar on a terminal, and some lines otherwise."""
+
+    def __init__(self, configs: Sequence[TrainConfig], console: "Console", is_shown: bool) -> None:
+        from rich import progress
+
+        self._names = [config.schedule for config in configs]
+        self._steps = configs[0].steps
+        self._is_shown, self._has_bar = is_shown, is_shown and sys.stdout.isatty()
+        self._facts: dict[str, str] = {}
+        self._bar = progress.Progress(
+            progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            progress.BarColumn(bar_width=20),
+            progress.TextColumn("{task.fields[facts]}"),
+            progress.TimeRemainingColumn(),
+            console=console,
+            disable=not self._has_bar,
+        )
+        self._task = self._bar.add_task("", total=self._steps, facts="starting")
+        if is_shown:
+            model, ranks = configs[0].model, configs[0].num_ranks
+            print(
+                f"Training {model.num_parameters / 1e6:.1f} million parameters on {ranks} "
+                f"processes, by {' and by '.join(self._names)} in turn.",
+                flush=True,
+            )
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, schedule: str, done: StepDone) -> None:
+        """A step is over, of one of the schedules."""
+        self._facts[schedule] = f"{schedule}: {done.tokens_per_s:,.0f} tokens/s"
+        facts = f"loss {done.loss:.3f}  {'  '.join(self._facts[n] for n in sorted(self._facts))}"
+        self._bar.update(self._task, completed=done.step, facts=facts)
+        is_last_of_round = len(self._facts) == len(self._names)
+        if self._has_bar or not is_last_of_round:
+            return
+        if done.step in (1, self._steps) or done.step % max(self._steps // 6, 1) == 0:
+            print(f"step {done.step:3d}  {facts}", flush=True)
+        self._facts.clear()
+
+
+def report(contenders: Sequence[Contender], folder: Path, console: "Console") -> None:
+    """Losses, timelines and bubbles, and the files with more of each."""
+    panels = [
+        Panel.of_recording(f"{contender.schedule}, measured", contender.recording)
+        for contender in contenders
+    ]
+    console.print()
+    print_panels(panels, console, memory=False)
+    console.print()
+    _print_losses(contenders)
+    print()
+    _print_bubbles(contenders)
+    save(panels, folder / "timeline.html")
+    save(panels, folder / "timeline.png")
+    save(panels, folder / "trace.json")
+    curves = {contender.schedule: contender.losses for contender in contenders}
+    loss_curves(curves, folder / "loss.png")
+    print(
+        f"\nIn {folder}:\n"
+        "  timeline.html  the timelines, to zoom and point at; timeline.png is a picture of them\n"
+        "  loss.png       the losses\n"
+        "  trace.json     the timelines for ui.perfetto.dev\n"
+        '  run.json       the recorded steps, for "penstock show"; baseline.json those of '
+        f"{contenders[0].schedule}"
+    )
+
+
+def _print_losses(contenders: Sequence[Contender]) -> None:
+    width = max(len(contender.schedule) for contender in contenders)
+    for contender in contenders:
+        losses = contender.losses
+        curve = sparkline(losses, _MOST_COLUMNS)
+        print(f"loss, {contender.schedule:{width}}  {losses[0]:.3f} {curve} {losses[-1]:.3f}")
+    first, second = (contender.losses for contender in contenders)
+    apart = max(abs(a - b) for a, b in zip(first, second, strict=True))
+    print(f"In no step were the two losses further apart than {apart:.1g}.")
+
+
+def sparkline(values: Sequence[float], columns: int) -> str:
+    """Values as a row of bars, each the mean of its share of them."""
+    count = min(columns, len(values))
+    edges = [round(number * len(values) / count) for number in range(count + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
+    lowest, highest = min(means), max(means)
+    steps = (len(_LEVELS) - 1) / ((highest - lowest) or 1.0)
+    return "".join(_LEVELS[round((mean - lowest) * steps)] for mean in means)
+
+
+def _print_bubbles(contenders: Sequence[Contender]) -> None:
+    baseline = contenders[0]
+    rows = []
+    for contender in contenders:
+        measured, simulated = contender.recording.typical(), contender.recording.simulated()
+        rows.append(
+            (
+                contender.schedule,
+                f"{contender.step_s * 1e3:.0f} ms",
+                f"{contender.tokens_per_s:,.0f}",
+                f"{measured.bubble_by_makespan:.1%}",
+                f"{simulated.bubble_by_makespan:.1%}",
+                f"{baseline.step_s / contender.step_s:.2f}",
+            )
+        )
+    header = ("schedule", "step", "tokens/s", "bubble", "simulated", "speed")
+    print_table(header, rows, words=("schedule",))

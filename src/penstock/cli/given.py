@@ -1,0 +1,142 @@
+"""Schedules as they are named: by the name of an algorithm, or by a file."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.cli.costs import Costs, StageCosts, is_recording, read_costs
+from penstock.cli.files import PIPE, read_text
+from penstock.errors import OptionError, PipelineError, ScheduleError
+from penstock.ir import Schedule
+from penstock.passes import verify
+from penstock.planner.placements import describe
+from penstock.schedules import get
+from penstock.schedules.base import Generator
+from penstock.sim import Recording
+
+_NUM_RANKS, _NUM_MICROBATCHES = 4, 8  # If nothing says how many.
+
+
+class ShapeOptions(NamedTuple):
+    """The options for the shape of a schedule, as far as they are given."""
+
+    ranks: int | None
+    microbatches: int | None
+    stages_per_rank: int | None
+
+    def of(self, schedule: Schedule | None = None) -> tuple[int, int]:
+        """The numbers of ranks and microbatches: as given, or those of `schedule`, or usual."""
+        usual = (
+            (_NUM_RANKS, _NUM_MICROBATCHES)
+            if schedule is None
+            else (schedule.num_ranks, schedule.num_microbatches)
+        )
+        return self.ranks or usual[0], self.microbatches or usual[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A schedule with the name that it was given by."""
+
+    name: str
+    schedule: Schedule
+    recording: Recording | None = None
+    """The steps, if it comes from a recording."""
+
+
+def read_schedules(names: Sequence[str], options: ShapeOptions) -> list[Given]:
+    """The schedules of these names and files, in their order.
+
+    Those by name have the shape that the options say, or else that of the first file.
+    """
+    found = [_generator_or_file(name) for name in names]
+    files = [value for value in found if isinstance(value, Given)]
+    generators = [value for value in found if isinstance(value, Generator)]
+    for file in files:
+        _check_shape(file, options, is_alone=not generators)
+    num_ranks, num_microbatches = options.of(files[0].schedule if files else None)
+    takes_any = [generator.takes_any_stages_per_rank for generator in generators]
+    return [
+        value
+        if isinstance(value, Given)
+        else Given(
+            value.name,
+            value(
+                num_ranks=num_ranks,
+                num_microbatches=num_microbatches,
+                # Beside one that takes any number, others keep their own.
+                stages_per_rank=options.stages_per_rank
+                if value.takes_any_stages_per_rank or not any(takes_any)
+                else None,
+            ),
+        )
+        for value in found
+    ]
+
+
+def choose_costs(given: Sequence[Given], text: str | None, delay: float | None) -> Costs:
+    """The costs of the options; or those of the first recording, so that all is like the real."""
+    for one in given:
+        if text is None and one.recording is not None:
+            return StageCosts.of(one.name, one.recording.costs(), delay)
+    return read_costs(text, delay)
+
+
+def read_file(path: str) -> Given:
+    """The schedule in a file, PyTorch's CSV or a recording; it can be run."""
+    text = read_text(path)
+    where = "standard input" if path == PIPE else path
+    try:
+        if is_recording(text):
+            recording = Recording.from_json(text)
+            return Given(where, recording.schedule, recording)
+        schedule = Schedule.from_csv(text)
+        verify(schedule)
+        return Given(where, schedule)
+    except PipelineError as exc:
+        raise type(exc)(f"{where}: {exc}") from exc
+
+
+def describe_shape(schedule: Schedule) -> str:
+    """How many there are of everything, and how the stages are placed.
+
+    >>> describe_shape(get("1F1B")(num_ranks=4, num_microbatches=8))
+    '4 ranks, 4 stages (linear), 8 microbatches, 64 actions'
+    """
+    counts = repr(schedule)[len("Schedule(") : -1].split(", ")
+    counts[1] += f" ({describe(schedule.placement)})"
+    return ", ".join(counts)
+
+
+def _generator_or_file(name: str) -> Generator | Given:
+    try:
+        return get(name)
+    except ScheduleError:
+        if _looks_like_a_file(name):
+            return read_file(name)
+        raise
+
+
+def _looks_like_a_file(name: str) -> bool:
+    path = Path(name)
+    return name == PIPE or os.sep in name or path.suffix in (".csv", ".json") or path.exists()
+
+
+def _check_shape(file: Given, options: ShapeOptions, *, is_alone: bool) -> None:
+    """What is in a file cannot be changed, so options that say otherwise are a mistake."""
+    for option, wanted, found, noun in (
+        ("--ranks", options.ranks, file.schedule.num_ranks, "ranks"),
+        ("--microbatches", options.microbatches, file.schedule.num_microbatches, "microbatches"),
+    ):
+        if wanted not in (None, found):
+            raise OptionError(
+                f"{option} is {wanted}, but {file.name} has {found} {noun}. Leave it out: a file "
+                "says how many there are."
+            )
+    if is_alone and options.stages_per_rank is not None:
+        raise OptionError(
+            f"--stages-per-rank is {options.stages_per_rank}, but {file.name} has its stages. "
+            "Leave it out: it is for schedules by name."
+        )

@@ -1,0 +1,58 @@
+"""Options that several commands have."""
+
+from typing import Annotated, Literal, TypeAlias
+
+import typer
+
+Ranks: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--ranks", "-p", metavar="N", min=1, help="Number of ranks; 4 if not given."),
+]
+Microbatches: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--microbatches", "-m", metavar="N", min=1, help="Number of microbatches; 8 if not given."
+    ),
+]
+StagesPerRank: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--stages-per-rank",
+        "-v",
+        metavar="N",
+        min=1,
+        help="For schedules that take any number of stages.",
+    ),
+]
+CostsText: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--costs",
+        metavar="F,I,W|FILE",
+        help="Times of a rank's forward, input and weight backward, 1,1,1 if not given; or a file "
+        "by CostTable.save; or a recording.",
+    ),
+]
+Delay: TypeAlias = Annotated[
+    float | None,
+    typer.Option("--delay", metavar="TIME", min=0, help="What a message between ranks takes."),
+]
+Memory: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="CAP",
+        help="What a rank may hold, as 4 or 8GiB, in the unit of the costs; without a file of "
+        "costs, in microbatches. Or one for each rank: 4,4,6,8.",
+    ),
+]
+ClockName: TypeAlias = Annotated[
+    Literal["makespan", "span"],
+    typer.Option("--clock", help="Which time counts: of all ranks together, or of each by itself."),
+]
+Output: TypeAlias = Annotated[
+    str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")
+]
+AsJson: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print JSON, and nothing else, for other programs.")
+]

@@ -1,0 +1,205 @@
+"""`penstock plan`: how to cut a model, into how many microbatches, with which schedule."""
+
+import logging
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.amounts import to_amount, to_counts
+from penstock.cli.files import PIPE, check_output, write_text
+from penstock.cli.options import AsJson, Output
+from penstock.cli.screen import print_json, print_table, sign_of_life
+from penstock.cli.user_code import errors_in_one_line, load_function
+from penstock.draw.panel import Panel, TimeUnit
+from penstock.errors import OptionError
+from penstock.planner.placements import describe
+
+if TYPE_CHECKING:  # torch is loaded when the command runs.
+    from torch import nn
+
+    from penstock.plans import Plan, PlanRow
+
+
+def plan(
+    function: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:FUNCTION", help="Where the model is made; FILE.py:… too."),
+    ],
+    ranks: Annotated[
+        int, typer.Option("--ranks", "-p", metavar="N", min=1, help="Number of ranks.")
+    ] = 4,
+    memory: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="What each rank has, such as 8GiB.")
+    ] = None,
+    microbatches: Annotated[
+        str | None,
+        typer.Option(
+            "--microbatches", "-m", metavar="N,...", help="Numbers to choose from, such as 8,16."
+        ),
+    ] = None,
+    stages_per_rank: Annotated[
+        str,
+        typer.Option("--stages-per-rank", "-v", metavar="N,...", help="Numbers to choose from."),
+    ] = "1,2",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure layers here; otherwise count operations.")
+    ] = False,
+    speed: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Operations that a rank does in a second: 1e14."),
+    ] = None,
+    delay: Annotated[
+        float, typer.Option(metavar="TIME", min=0, help="What a message takes at least.")
+    ] = 0.0,
+    overhead: Annotated[
+        float, typer.Option(metavar="TIME", min=0, help="What an action takes beside its work.")
+    ] = 0.0,
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to search at most.")
+    ] = 60.0,
+    effort: Annotated[
+        float, typer.Option(metavar="X", help="How much is tried; 0.1 is quick.")
+    ] = 1.0,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan how to cut a model, and how to train it.
+
+    Tells the best cuts, numbers of microbatches and schedules before there are machines for them.
+
+    FUNCTION takes no argument and returns the model and its arguments for a whole batch, as
+    (model, args) or (model, args, kwargs). The meta device will do, then nothing is computed.
+    Times are in operations; with --speed or --measure they are in seconds, and so are --delay and
+    --overhead. The best schedule is written as CSV if a file is given.
+
+    \b
+    penstock plan my_model:make -p 4 --memory 8GiB
+    penstock plan my_model.py:make -p 8 --speed 1e14 --delay 20e-6 -o best.csv
+    penstock plan my_model:make -p 2 --measure --microbatches 4,8 --json
+    """
+    if as_json and output == PIPE:
+        raise OptionError("--json and --output - would both print. Give one of them.")
+    check_output(output)
+    options: dict[str, Any] = {
+        "memory": None if memory is None else to_amount("--memory", memory),
+        "microbatches": to_counts("--microbatches", microbatches),
+        "stages_per_rank": to_counts("--stages-per-rank", stages_per_rank),
+        "measure": measure,
+        "speed": speed,
+        "delay": delay,
+        "overhead": overhead,
+        "seconds": seconds,
+        "effort": effort,
+    }
+    with sign_of_life("Planning"):
+        found = _plan(function, ranks, options)
+    if output is not None:
+        write_text(output, found.best.schedule.to_csv())
+    if as_json:
+        print_json(_facts(found))
+    elif output != PIPE:
+        _print(found, "s" if measure or speed is not None else "")
+        if output is not None:
+            print(f"wrote {output}")
+
+
+def _plan(name: str, num_ranks: int, options: dict[str, Any]) -> "Plan":
+    from penstock.plans import plan as make_plan
+
+    function = load_function(name)
+    with errors_in_one_line(f"{name} failed"):
+        made = function()
+    model, args, kwargs = _check_made(name, made)
+    # torch would log, in many lines, what is told in one; --debug shows where it was raised.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    with errors_in_one_line("The model failed"):
+        return make_plan(model, num_ranks, batch=args, kwargs=kwargs, **options)
+
+
+def _check_made(name: str, made: Any) -> tuple["nn.Module", tuple[Any, ...], dict[str, Any]]:
+    """The model, its arguments and its keyword arguments."""
+    from torch import Tensor, nn
+
+    match made:
+        case (nn.Module() as model, args):
+            kwargs: Any = {}
+        case (nn.Module() as model, args, dict() as kwargs):
+            pass
+        case _:
+            inside = made if isinstance(made, tuple) else (made,)
+            types = ", ".join(type(value).__name__ for value in inside)
+            raise OptionError(
+                f"{name} returned {f'({types})' if isinstance(made, tuple) else types}. Expected "
+                "(model, args) or (model, args, kwargs), with a torch.nn.Module and its arguments "
+                "for a whole batch."
+            )
+    if isinstance(args, Tensor):
+        args = (args,)
+    if not isinstance(args, tuple | list):
+        raise OptionError(
+            f"{name} returned a {type(args).__name__} as the arguments of the model. Expected a "
+            "tuple of what it is called with, for a whole batch."
+        )
+    return model, tuple(args), kwargs
+
+
+def _print(found: "Plan", unit: TimeUnit) -> None:
+    # A panel knows how times and bytes are told.
+    tell = Panel("", found.best.result.report, time_unit=unit, memory_unit="bytes")
+    header = ("schedule", "placement", "microbatches", "size", "time", "bubble", "memory", "gap")
+    rows = [
+        (
+            row.schedule_name,
+            describe(row.placement),
+            str(row.num_microbatches),
+            str(row.mb_size),
+            tell.time(row.time),
+            f"{row.bubble:.2%}",
+            tell.memory(max(row.memory)),
+            f"{row.gap:.2%}",
+        )
+        for row in found.rows
+    ]
+    print_table(header, rows, words=("schedule", "placement"))
+    stopped = "" if found.is_complete else ", stopped by its time budget"
+    print(
+        f"No schedule for any of the {found.num_considered} choices is faster than "
+        f"{tell.time(found.lower_bound)}: gap {found.gap:.2%}{stopped}."
+    )
+    print(f"The best cuts before {', '.join(found.best.cut_points) or 'nothing'}.")
+    for choice in found.left_out:
+        where = describe(choice.placement)
+        print(f"left out: {choice.num_microbatches} microbatches, {where}: {choice.reason}")
+
+
+def _facts(found: "Plan") -> dict[str, Any]:
+    return {
+        "lower_bound": found.lower_bound,
+        "gap": found.gap,
+        "num_considered": found.num_considered,
+        "is_complete": found.is_complete,
+        "rows": [_row_facts(row) for row in found.rows],
+        "left_out": [
+            {
+                "num_microbatches": choice.num_microbatches,
+                "placement": describe(choice.placement),
+                "reason": choice.reason,
+            }
+            for choice in found.left_out
+        ],
+    }
+
+
+def _row_facts(row: "PlanRow") -> dict[str, Any]:
+    return {
+        "schedule_name": row.schedule_name,
+        "placement": describe(row.placement),
+        "num_microbatches": row.num_microbatches,
+        "mb_size": row.mb_size,
+        "time": row.time,
+        "bubble": row.bubble,
+        "gap": row.gap,
+        "memory": row.memory,
+        "cut_points": row.cut_points,
+        "schedule": row.schedule.to_csv(),
+    }

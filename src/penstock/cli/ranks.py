@@ -1,0 +1,29 @@
+"""Commands that run on several ranks: the one that was typed starts itself on each of them."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from penstock.errors import CommError
+from penstock.training.launch import STOPPED_BY_ANOTHER, launch
+
+_LINGER_S = 1.0
+
+
+def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
+    """Run `penstock` with these arguments on as many ranks; returns the exit code."""
+    # The command line itself has taken --debug away.
+    debug = ["--debug"] if "--debug" in sys.argv else []
+    return launch([*arguments, *debug], num_ranks)
+
+
+def be_rank(work: Callable[[], None]) -> int:
+    """Do a rank's work; returns the exit code."""
+    try:
+        work()
+    except CommError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        # Another rank failed first. Whoever started both is to see that one's end before this.
+        time.sleep(_LINGER_S)
+        return STOPPED_BY_ANOTHER
+    return 0

@@ -1,0 +1,93 @@
+"""What commands print: tables, JSON, and a sign of life while they work.
+
+A table has colours only where a person looks at it. rich is imported when it is needed.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH_OF_FILES = 100
+
+
+def width() -> int:
+    """How many characters fit: on the terminal, or as COLUMNS says, or 100."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or _WIDTH_OF_FILES
+    except (OSError, ValueError):  # No terminal, or not even a file.
+        return _WIDTH_OF_FILES
+
+
+def console(columns: int | None = None) -> "Console":
+    """Where drawings and tables are printed, `columns` wide or as wide as the screen."""
+    from rich.console import Console
+
+    return Console(
+        width=columns or width(),
+        highlight=False,
+        emoji=False,
+        # With NO_COLOR alone, rich would still print bold text in bold.
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+    )
+
+
+def print_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Collection[str]
+) -> None:
+    """Prints a table; the columns named in `words` are to the left, the others to the right.
+
+    If the terminal is too narrow, the last column gives way.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, name in enumerate(header, start=1):
+        justify: Literal["left", "right"] = "left" if name in words else "right"
+        table.add_column(name, justify=justify, no_wrap=number < len(header))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    screen = console()
+    with screen.capture() as captured:
+        screen.print(table)
+    # rich fills every line up with blanks.
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def print_json(value: Any) -> None:
+    """Prints JSON; what is not finite is null, for JSON has no word for it."""
+    print(json.dumps(_plain(value), indent=2, allow_nan=False))
+
+
+@contextmanager
+def sign_of_life(text: str) -> Iterator[None]:
+    """Shows on a terminal that something is going on; on stderr, so that pipes stay clean."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True, highlight=False).status(text):
+        yield
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {name: _plain(part) for name, part in value.items()}
+        case list() | tuple():
+            return [_plain(part) for part in value]
+        case _:
+            return value

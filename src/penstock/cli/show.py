@@ -1,0 +1,94 @@
+"""`penstock show`: schedules to look at, in the terminal or as a file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.costs import Costs
+from penstock.cli.files import PIPE, check_output
+from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
+from penstock.cli.options import CostsText, Delay, Microbatches, Ranks, StagesPerRank
+from penstock.cli.screen import console
+from penstock.draw import Panel, save
+from penstock.errors import OptionError
+from penstock.sim import simulate
+
+_PICTURES = (".png", ".svg")
+
+
+def show(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME", help="Names, CSV files or recordings.")
+    ],
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    costs: CostsText = None,
+    delay: Delay = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Draw into a file: .svg or .png, an .html page, or .json for Perfetto.",
+        ),
+    ] = None,
+    dark: Annotated[bool, typer.Option("--dark", help="Draw a picture on black.")] = False,
+    width: Annotated[
+        int | None,
+        typer.Option(
+            "--width",
+            metavar="N",
+            min=20,
+            help="Characters in a line; the terminal's if not given.",
+        ),
+    ] = None,
+) -> None:
+    """Draw schedules over time, with bubbles and memory.
+
+    Several are drawn under each other, on one time axis.
+
+    NAME is a schedule ("penstock list" has them all), a CSV file, or a recording of a real run:
+    then its typical step is drawn, in seconds, with the simulated one beneath, and what else is
+    drawn is simulated with the costs that were measured.
+
+    \b
+    penstock show ZB-V -p 4 -m 8
+    penstock show 1F1B ZB-H1 ZB-V -p 8 -m 32 --costs 1,1,0.8 --delay 0.1
+    penstock show best.csv 1F1B --costs costs.json -o best.svg
+    penstock show run.json -o run.html
+    """
+    check_output(output, inputs=names)
+    _check_dark(dark, output)
+    given = read_schedules(names, ShapeOptions(ranks, microbatches, stages_per_rank))
+    chosen = choose_costs(given, costs, delay)
+    is_in_seconds = any(one.recording for one in given)
+    panels = [_panel(one, chosen, is_in_seconds) for one in given]
+    if output in (None, PIPE):
+        # rich is loaded for the terminal alone.
+        from penstock.draw.terminal import print_panels
+
+        print_panels(panels, console(width))
+        return
+    assert output is not None
+    save(panels, output, dark=dark)
+    print(f"wrote {output}")
+
+
+def _check_dark(dark: bool, output: str | None) -> None:
+    if dark and (output is None or Path(output).suffix.lower() not in _PICTURES):
+        raise OptionError(
+            "--dark is for pictures. Give --output a file that ends in .svg or .png; a page "
+            "follows the reader's own setting."
+        )
+
+
+def _panel(given: Given, costs: Costs, is_in_seconds: bool) -> Panel:
+    table = costs.table(given.schedule.placement)
+    if given.recording is not None:
+        measured, simulated = given.recording.typical(table), given.recording.simulated(table)
+        return Panel(f"{given.name}, measured", measured, time_unit="s", beneath=simulated)
+    report = simulate(given.schedule, table)
+    return Panel(given.name, report, time_unit="s" if is_in_seconds else "")

@@ -1,0 +1,101 @@
+"""`penstock simulate`: the numbers of a schedule."""
+
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.given import Given, ShapeOptions, choose_costs, describe_shape, read_schedules
+from penstock.cli.options import AsJson, CostsText, Delay, Microbatches, Ranks, StagesPerRank
+from penstock.cli.screen import print_json, print_table
+from penstock.draw.panel import Panel
+from penstock.planner.placements import describe
+from penstock.sim import Report
+from penstock.sim import simulate as run
+
+
+def simulate(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME", help="Names, CSV files or recordings.")
+    ],
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    costs: CostsText = None,
+    delay: Delay = None,
+    blocking: Annotated[
+        bool, typer.Option("--blocking", help="Let sends and receives keep their ranks waiting.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell the times, bubbles and memory of schedules.
+
+    NAME is a schedule ("penstock list" has them all), a CSV file, or a recording of a real run: its
+    schedule is simulated, and so are the others, with the costs that were measured.
+
+    \b
+    penstock simulate ZB-V -p 4 -m 8
+    penstock simulate 1F1B ZB-H1 -p 8 -m 32 --costs 1,1,0.8 --delay 0.1
+    penstock simulate best.csv --costs costs.json --json
+    """
+    given = read_schedules(names, ShapeOptions(ranks, microbatches, stages_per_rank))
+    chosen = choose_costs(given, costs, delay)
+    is_measured = costs is None and any(one.recording for one in given)
+    panels = [
+        Panel(
+            one.name,
+            run(one.schedule, chosen.table(one.schedule.placement), blocking=blocking),
+            time_unit="s" if is_measured else "",
+        )
+        for one in given
+    ]
+    if as_json:
+        print_json([_facts(one, panel.report) for one, panel in zip(given, panels, strict=True)])
+        return
+    for number, (one, panel) in enumerate(zip(given, panels, strict=True)):
+        if number:
+            print()
+        _print(one, panel)
+
+
+def _print(given: Given, panel: Panel) -> None:
+    print(f"{given.name}: {describe_shape(given.schedule)}")
+    print(panel.facts)
+    header = ("rank", "stages", "busy", "idle", "warm-up", "steady", "cool-down", "peak memory")
+    rows = [
+        (
+            str(number),
+            " ".join(map(str, given.schedule.placement.stages_of(number))),
+            *map(panel.time, (rank.busy, rank.idle.total, *rank.idle)),
+            panel.memory(rank.peak_memory),
+        )
+        for number, rank in enumerate(panel.report.ranks)
+    ]
+    print_table(header, rows, words=("stages",))
+
+
+def _facts(given: Given, report: Report) -> dict[str, Any]:
+    schedule = given.schedule
+    return {
+        "name": given.name,
+        "num_ranks": schedule.num_ranks,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "placement": describe(schedule.placement),
+        "makespan": report.makespan,
+        "span": report.span,
+        "bubble_by_makespan": report.bubble_by_makespan,
+        "bubble_by_span": report.bubble_by_span,
+        "peak_memory": report.peak_memory,
+        "ranks": [
+            {
+                "rank": number,
+                "stages": schedule.placement.stages_of(number),
+                "first_start": rank.first_start,
+                "last_end": rank.last_end,
+                "busy": rank.busy,
+                "idle": rank.idle._asdict(),
+                "peak_memory": rank.peak_memory,
+            }
+            for number, rank in enumerate(report.ranks)
+        ],
+    }

@@ -1,0 +1,143 @@
+"""`penstock train`: a language model, trained on the processes of one machine or of many."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.ranks import be_rank, start_ranks
+from penstock.cli.train_display import make_display
+from penstock.training.choices import Choices, check_run
+from penstock.training.launch import is_worker
+from penstock.training.saved import saved_steps
+from penstock.training.settings import SIZES, TrainConfig
+from penstock.training.text import Text
+
+
+def train(
+    size: Annotated[
+        str | None,
+        typer.Option("--size", metavar="|".join(SIZES), help="How large the model is: small."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks of the model.")] = None,
+    width: Annotated[int | None, typer.Option(help="Numbers for each token.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Heads of the attention.")] = None,
+    context: Annotated[int | None, typer.Option(help="Bytes that it reads at a time.")] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="What to learn; Python's own library if not given."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-p", help="Processes to start; 2 if not given.")
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|auto|FILE", help="ZB-V if not given; FILE ends in .csv."),
+    ] = None,
+    stages_per_rank: Annotated[
+        int | None, typer.Option("--stages-per-rank", "-v", help="As the schedule has them.")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", "-m", help="8 if not given.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences in a step; 16.")] = None,
+    steps: Annotated[int | None, typer.Option(help="The number of the last step; 200.")] = None,
+    lr: Annotated[float | None, typer.Option(help="The learning rate of AdamW; 0.001.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and batches; 0.")] = None,
+    checkpoint: Annotated[str, typer.Option(metavar="FOLDER", help="Where to save.")] = "",
+    every: Annotated[int | None, typer.Option(help="Save after so many steps; 100.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in FOLDER.")
+    ] = False,
+    record: Annotated[
+        str, typer.Option(metavar="FILE", help="Record the steps, for penstock show.")
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object for each step.")
+    ] = False,
+) -> None:
+    """Train a small language model that reads bytes, in pipeline-parallel stages.
+
+    A training that is resumed may run on other ranks and by another schedule than before; what is
+    left out then is as it was. On several machines, let torchrun start it on each.
+
+    \b
+    penstock train
+    penstock train --size tiny --steps 300 --checkpoint runs/first
+    penstock train --steps 600 --checkpoint runs/first --resume --ranks 4 --schedule 1F1B
+    penstock train --text book.txt --schedule auto --record run.json
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+        -m penstock train --size large --checkpoint /shared/run
+    """
+    choices = Choices(
+        size=size,
+        layers=layers,
+        width=width,
+        heads=heads,
+        context=context,
+        text=text,
+        ranks=ranks,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        microbatches=microbatches,
+        batch=batch,
+        steps=steps,
+        lr=lr,
+        seed=seed,
+        checkpoint=checkpoint,
+        every=every,
+        resume=resume,
+        record=record,
+    )
+    config = choices.config(os.environ)
+    read = check_run(config)
+    if is_worker(os.environ):
+        raise typer.Exit(be_rank(lambda: _work(config, read, as_json)))
+    arguments = [*as_arguments(config), *(["--json"] if as_json else [])]
+    try:
+        code = start_ranks(arguments, config.num_ranks)
+    except KeyboardInterrupt:
+        if config.checkpoint and (saved := saved_steps(Path(config.checkpoint))):
+            print(f"--resume goes on from step {saved[-1]}", file=sys.stderr)
+        raise
+    raise typer.Exit(code)
+
+
+def as_arguments(config: TrainConfig) -> list[str]:
+    """The command line of a run."""
+    model = config.model
+    values = {
+        "--layers": model.num_layers,
+        "--width": model.width,
+        "--heads": model.num_heads,
+        "--context": model.context,
+        "--text": config.text,
+        "--ranks": config.num_ranks,
+        "--schedule": config.schedule,
+        "--stages-per-rank": config.stages_per_rank,
+        "--microbatches": config.num_microbatches,
+        "--batch": config.batch,
+        "--steps": config.steps,
+        "--lr": config.lr,
+        "--seed": config.seed,
+        "--checkpoint": config.checkpoint,
+        "--every": config.every,
+        "--record": config.record,
+    }
+    given = [f"{name}={value}" for name, value in values.items() if value is not None]
+    return ["train", *given, *(["--resume"] if config.resume else [])]
+
+
+def _work(config: TrainConfig, text: Text, is_json: bool) -> None:
+    """Be one of the ranks."""
+    display = make_display(config, is_json=is_json, is_first=os.environ["RANK"] == "0")
+    display.begin()
+    trained = None
+    try:
+        from penstock.training.worker import work
+
+        trained = work(config, text, display.show)
+    finally:
+        display.end(trained)

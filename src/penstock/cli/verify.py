@@ -1,0 +1,55 @@
+"""`penstock verify`: whether schedules can be run."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from penstock.cli.amounts import to_caps
+from penstock.cli.costs import Costs, read_costs
+from penstock.cli.given import Given, describe_shape, read_file
+from penstock.cli.options import CostsText, Memory
+from penstock.errors import PipelineError, ScheduleError
+from penstock.passes import verify as check
+
+
+def verify(
+    files: Annotated[list[str], typer.Argument(metavar="FILE", help="CSV files; - is stdin.")],
+    costs: CostsText = None,
+    memory: Memory = None,
+) -> None:
+    """Prove that schedules can be run.
+
+    They are complete, in order, free of deadlock, and within the memory.
+
+    Prints a line for each file. If one cannot be run, the line says at which action, and the exit
+    code is 1.
+
+    \b
+    penstock verify best.csv
+    penstock verify schedules/*.csv --memory 4
+    penstock convert ZB-V | penstock verify -
+    """
+    caps, chosen = to_caps(memory), read_costs(costs, None)
+    failed: PipelineError | None = None
+    for path in files:
+        try:
+            given = read_file(path)  # This verifies all but the memory.
+            if caps is not None:
+                _check_memory(given, chosen, caps)
+        except PipelineError as exc:
+            if failed is not None:
+                print(f"error: {' '.join(str(failed).split())}", file=sys.stderr)
+            failed = exc  # The last is left to who reports errors.
+        else:
+            print(f"{given.name}: ok: {describe_shape(given.schedule)}")
+    if failed is not None:
+        raise failed
+
+
+def _check_memory(given: Given, costs: Costs, caps: float | tuple[float, ...]) -> None:
+    table = costs.table(given.schedule.placement)
+    try:
+        check(given.schedule, costs=table, memory_cap=caps)
+    except ScheduleError as exc:
+        raise ScheduleError(f"{given.name}: {exc}") from exc

@@ -1,0 +1,137 @@
+"""A GPT that reads bytes, and its stages.
+
+The model is made on the meta device and cut there. Only a rank's own stages get values, each
+parameter by its name, so the model is the same however it is cut, and no rank holds it whole.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from penstock.ir import Placement, Rank
+from penstock.stage import Group, PipelineStage
+from penstock.trace.modules import split
+from penstock.trace.pipe import Pipe
+from penstock.trace.policies import Balanced
+from penstock.training.batches import generator_for
+from penstock.training.settings import VOCABULARY, GptConfig
+
+LAYERS = ("embed", "blocks", "head")
+
+
+class Gpt(nn.Module):
+    """A decoder: an embedding, blocks, and a head that says which byte comes next."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.embed = Embed(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.head = Head(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Embed(nn.Module):
+    """What each byte is, and where it stands."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x: Tensor = self.tokens(tokens) + self.positions(places)
+        return x
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a perceptron, each after a norm and around a bypass."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.num_heads = config.num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(-2))
+        y: Tensor = x + self.mlp_out(nn.functional.gelu(self.mlp_in(self.mlp_norm(x))))
+        return y
+
+
+class Head(nn.Module):
+    """How likely each byte is to come next."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.out = nn.Linear(config.width, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.norm(x))
+        return logits
+
+
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    """The mean over all tokens of how unlikely the next byte was."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def cut(config: GptConfig, placement: Placement, *, microbatch: int) -> Pipe:
+    """The model's stages, without values, balanced by what their shapes cost."""
+    with torch.device("meta"):
+        model = Gpt(config)
+        example = torch.zeros(microbatch, config.context, dtype=torch.long)
+    policy = Balanced(placement.num_stages, placement=placement)
+    return split(model, policy, layers=LAYERS, mb_args=(example,))
+
+
+def build_stages(
+    pipe: Pipe,
+    config: GptConfig,
+    placement: Placement,
+    *,
+    rank: Rank,
+    seed: int,
+    device: torch.device,
+    group: Group = None,
+) -> list[PipelineStage]:
+    """The stages of a rank, with their first values."""
+    stages = []
+    for index in placement.stages_of(rank):
+        module = pipe.get_stage_module(index).to_empty(device=device)
+        initialise(module, config, seed)
+        stages.append(pipe.build_stage(index, device, group))
+    return stages
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, config: GptConfig, seed: int) -> None:
+    """The first values of a model or a part of it; they follow from the seed and the names."""
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:  # The scale of a norm.
+            parameter.fill_(1)
+        else:
+            # What is added to the bypass is small at first, however many blocks add to it.
+            depth = math.sqrt(2 * config.num_layers) if "_out." in name else 1
+            # Drawn on the CPU: every device has the same values.
+            values = torch.empty(parameter.shape)
+            values.normal_(std=0.02 / depth, generator=generator_for(seed, name))
+            parameter.copy_(values)

@@ -1,0 +1,102 @@
+"""The schedule of a run, made and checked before any process starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock import schedules
+from penstock.errors import OptionError, ScheduleError
+from penstock.ir import Placement, Schedule
+from penstock.ir.action import Forward, compute_parts
+from penstock.training.settings import TrainConfig
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Which rank holds which stage, and what they run."""
+
+    placement: Placement
+    schedule: Schedule | None
+    """Unless it is to be found while training."""
+
+
+def choose_orders(config: TrainConfig) -> Orders:
+    """What the options ask for; raises if no such schedule can train such a model."""
+    if config.schedule.lower() == AUTO:
+        orders = Orders(_placement_for_auto(config), None)
+    else:
+        schedule = _read(config) if is_file(config.schedule) else _make(config)
+        schedule.verify()
+        _check_trains(config, schedule)
+        orders = Orders(schedule.placement, schedule)
+    num_stages = orders.placement.num_stages
+    if num_stages > config.model.max_stages:
+        raise OptionError(
+            f"{config.schedule} on {config.num_ranks} ranks has {num_stages} stages, but a model "
+            f"of {config.model.num_layers} layers can be cut into {config.model.max_stages} at "
+            "most. Give more --layers, or fewer --ranks or --stages-per-rank."
+        )
+    return orders
+
+
+def is_file(name: str) -> bool:
+    """Whether a schedule is given as a file."""
+    return name.lower().endswith(".csv")
+
+
+def _placement_for_auto(config: TrainConfig) -> Placement:
+    """A V, in which the rank of the first stage has the last too, and no rank only waits."""
+    per_rank = 2 if config.stages_per_rank is None else config.stages_per_rank
+    return Placement.v(config.num_ranks, stages_per_rank=per_rank)
+
+
+def _make(config: TrainConfig) -> Schedule:
+    try:
+        generator = schedules.get(config.schedule)
+    except ScheduleError as error:
+        raise OptionError(
+            f"{error} Or let --schedule be auto, or a file that ends in .csv."
+        ) from error
+    return generator(
+        num_ranks=config.num_ranks,
+        num_microbatches=config.num_microbatches,
+        stages_per_rank=config.stages_per_rank,
+    )
+
+
+def read_schedule(path: str) -> Schedule:
+    """The schedule in a file, in PyTorch's text format."""
+    try:
+        return Schedule.from_csv(Path(path).read_text())
+    except (OSError, UnicodeError, ScheduleError) as error:
+        raise OptionError(
+            f"the schedule {path} cannot be read: {error} Expected a file in PyTorch's text format."
+        ) from error
+
+
+def _read(config: TrainConfig) -> Schedule:
+    schedule = read_schedule(config.schedule)
+    held = schedule.num_stages // schedule.num_ranks
+    for name, given, found in (
+        ("ranks", config.num_ranks, schedule.num_ranks),
+        ("microbatches", config.num_microbatches, schedule.num_microbatches),
+        ("stages-per-rank", config.stages_per_rank or held, held),
+    ):
+        if given != found:
+            raise OptionError(
+                f"--{name} is {given}, but the schedule in {config.schedule} is for {found}. "
+                "Leave it out, or give another schedule."
+            )
+    return schedule
+
+
+def _check_trains(config: TrainConfig, schedule: Schedule) -> None:
+    for order in schedule.orders:
+        for action in order:
+            if any(not isinstance(part, Forward) for part in compute_parts(action)):
+                return
+    raise OptionError(
+        f"the schedule {config.schedule} has no backward, so nothing would be learned. "
+        "Let --schedule be another, such as ZB-V."
+    )

@@ -1,0 +1,77 @@
+"""Trains one model by several schedules in turn, so that only the schedule can make a difference.
+
+All start from the same weights and see the same batches. They take turns step by step, because the
+machine may be slower in one minute than in the next; each is recorded.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.sim import Recording
+from penstock.stage import Group
+from penstock.training.settings import TrainConfig
+from penstock.training.text import Text
+from penstock.training.trainer import Run, StepDone, connected
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One of the schedules, and how it did."""
+
+    schedule: str
+    steps: tuple[StepDone, ...]
+    recording: Recording
+
+    @property
+    def losses(self) -> list[float]:
+        return [done.loss for done in self.steps]
+
+    @property
+    def step_s(self) -> float:
+        """The median, without the first step, in which the ranks find each other."""
+        return statistics.median(done.duration_s for done in self.steps[1:] or self.steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return statistics.median(done.tokens_per_s for done in self.steps[1:] or self.steps)
+
+
+def train_side_by_side(
+    configs: Sequence[TrainConfig],
+    text: Text,
+    *,
+    group: Group = None,
+    device: torch.device | str = "cpu",
+    on_step: Callable[[str, StepDone], None] = lambda schedule, done: None,
+) -> list[Contender]:
+    """Train by the schedule of each config; every rank calls it, and rank 0 gets the results.
+
+    The configs differ in their schedules and in the files they record to, and in nothing else.
+    """
+    with connected(group, torch.device(device)) as comm:
+        runs = [Run(config, text, comm, group, torch.device(device)) for config in configs]
+        steps: list[list[StepDone]] = [[] for _ in configs]
+        for number in range(1, configs[0].steps + 1):
+            # Who follows whom may matter to caches: they swap places in every round.
+            for place in _in_turn(len(runs), number):
+                comm.gather(None)  # So that no step has to wait for the end of another's.
+                done = runs[place].step(number)
+                if done is not None:
+                    steps[place].append(done)
+                    on_step(configs[place].schedule, done)
+        recordings = [run.finish() for run in runs]
+        if comm.rank > 0:
+            return []
+        return [
+            Contender(config.schedule, tuple(taken), recording)
+            for config, taken, recording in zip(configs, steps, recordings, strict=True)
+            if recording is not None
+        ]
+
+
+def _in_turn(count: int, number: int) -> Sequence[int]:
+    places = range(count)
+    return places if number % 2 else places[::-1]

@@ -1,0 +1,216 @@
+"""The trainer: what each rank does from the first step to the last."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agreement
+from penstock.comm.base import Transfer
+from penstock.errors import OptionError
+from penstock.ir import Rank, Schedule
+from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S, Pipeline
+from penstock.sim.recording import Recording
+from penstock.stage import Group, PipelineStage
+from penstock.training import checkpoint
+from penstock.training.batches import Batches
+from penstock.training.gpt import build_stages, cut, loss_of
+from penstock.training.orders import AUTO, choose_orders
+from penstock.training.saved import Saved, check_same, find_latest
+from penstock.training.settings import TrainConfig
+from penstock.training.text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step that is over, as rank 0 tells of it."""
+
+    step: int
+    """Its number, from 1 on."""
+    loss: float
+    """The mean over its microbatches, before the weights changed."""
+    duration_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What came of a run."""
+
+    steps: tuple[StepDone, ...]
+    """On rank 0; the other ranks do not know the losses."""
+    schedule: Schedule
+    """What the last step ran."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The median; the first step, which also connects the ranks, counts only if alone."""
+        return statistics.median(done.tokens_per_s for done in self.steps[1:] or self.steps)
+
+
+def train(
+    config: TrainConfig,
+    text: Text,
+    *,
+    group: Group = None,
+    device: torch.device | str = "cpu",
+    on_step: Callable[[StepDone], None] = lambda done: None,
+) -> Trained:
+    """Train a model; every rank calls it with the same config and text.
+
+    The ranks are those of `group`, as for a PipelineStage. `on_step` is called on rank 0 after
+    each step.
+    """
+    with connected(group, torch.device(device)) as comm:
+        if comm.num_ranks != config.num_ranks:
+            raise OptionError(
+                f"--ranks is {config.num_ranks}, but there are {comm.num_ranks}. Give that number."
+            )
+        check_agreement(comm.gather({"the config": config, "the text": text.digest}))
+        run = Run(config, text, comm, group, torch.device(device))
+        steps = []
+        for number in range(run.first + 1, config.steps + 1):
+            done = run.step(number)
+            if done is not None:
+                steps.append(done)
+                on_step(done)
+        run.finish()
+        return Trained(tuple(steps), run.pipeline.schedule)
+
+
+@contextmanager
+def connected(group: Group, device: torch.device) -> Iterator[AbstractComm]:
+    """Messages beside those of the pipeline; whatever is raised in here is told to all ranks."""
+    comm: AbstractComm
+    if isinstance(group, LocalGroup):
+        comm = group.connect()
+    else:
+        comm = ProcessGroupComm(group, device, DEFAULT_TIMEOUT_S)
+    try:
+        yield comm
+        comm.gather("done")  # Nobody leaves while another may still read from it.
+        comm.close()
+    except BaseException as error:
+        comm.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+class Run:
+    """One rank's stages, and what it takes to train them."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        text: Text,
+        comm: AbstractComm,
+        group: Group,
+        device: torch.device,
+    ) -> None:
+        self._config, self._comm, self._group = config, comm, group
+        self._saved = Saved.of(config, text)
+        orders = choose_orders(config)
+        microbatch = config.batch // config.num_microbatches
+        self.stages: Sequence[PipelineStage] = build_stages(
+            cut(config.model, orders.placement, microbatch=microbatch),
+            config.model,
+            orders.placement,
+            rank=comm.rank,
+            seed=config.seed,
+            device=device,
+            group=group,
+        )
+        weights = [weight for stage in self.stages for weight in stage.submod.parameters()]
+        self._optimizer = torch.optim.AdamW(weights, lr=config.lr)
+        self.first = self._resume(text) if config.resume else 0
+        self.pipeline = Pipeline(
+            self.stages,
+            AUTO if orders.schedule is None else orders.schedule,
+            n_microbatches=config.num_microbatches,
+            loss_fn=loss_of,
+            record=bool(config.record),
+        )
+        self._batches = Batches(
+            text, context=config.model.context, batch=config.batch, seed=config.seed
+        )
+        self._line = _LossLine(comm, orders.placement.ranks[-1], device)
+        self._device = device
+
+    def _resume(self, text: Text) -> int:
+        """Go on from the last checkpoint; returns its step."""
+        folder = Path(self._config.checkpoint)
+        found = find_latest(folder)
+        check_same(found, self._config, text)
+        checkpoint.load(folder, found.step, self.stages, self._optimizer)
+        return found.step
+
+    def step(self, number: int) -> StepDone | None:
+        """Run one step, and save it if it is time; rank 0 gets to know how it went."""
+        began_s = time.perf_counter()
+        tokens, target = (batch.to(self._device) for batch in self._batches.of(number))
+        losses: list[Tensor] = []
+        self._optimizer.zero_grad()
+        self.pipeline.step(tokens, target=target, losses=losses, return_outputs=False)
+        loss = self._line.tell(number, losses)
+        self._optimizer.step()
+        duration_s = time.perf_counter() - began_s
+        if self._is_to_be_saved(number):
+            saved = self._saved.after(number)
+            folder = Path(self._config.checkpoint)
+            checkpoint.save(folder, saved, self.stages, self._optimizer, self._comm, self._group)
+        if self._comm.rank > 0:
+            return None
+        return StepDone(number, loss, duration_s, self._config.tokens_per_step / duration_s)
+
+    def _is_to_be_saved(self, number: int) -> bool:
+        is_due = number == self._config.steps or number % self._config.every == 0
+        return bool(self._config.checkpoint) and is_due
+
+    def finish(self) -> Recording | None:
+        """After the last step; returns the recording, if there is to be one."""
+        self._line.finish()
+        recording = self.pipeline.recording() if self._config.record else None
+        if recording is not None and self._comm.rank == 0:
+            recording.save(self._config.record)
+        self.pipeline.close()
+        return recording
+
+
+class _LossLine:
+    """Takes the loss from the rank of the last stage to rank 0; no other rank waits for it.
+
+    A step of a zero-bubble schedule begins on each rank as soon as its last has ended there, so
+    the ranks must not meet after each step.
+    """
+
+    def __init__(self, comm: AbstractComm, source: Rank, device: torch.device) -> None:
+        self._comm, self._source, self._device = comm, source, device
+        self._sent: list[tuple[Transfer, Tensor]] = []
+
+    def tell(self, step: int, losses: list[Tensor]) -> float:
+        """The loss, as far as this rank knows it."""
+        loss = torch.full((1,), math.nan, device=self._device)
+        if self._comm.rank == self._source:
+            loss = torch.stack(losses).mean().reshape(1)
+            if not math.isfinite(loss.item()):
+                raise OptionError(
+                    f"the loss is {loss.item()} in step {step}. Train with a smaller --lr."
+                )
+        if self._source != 0:
+            if self._comm.rank == self._source:
+                self.finish()
+                self._sent.append((self._comm.send(loss, 0), loss))
+            elif self._comm.rank == 0:
+                self._comm.recv(loss, self._source).wait(lambda: f"the loss of step {step}")
+        return loss.item()
+
+    def finish(self) -> None:
+        """Wait until what was sent has been taken."""
+        for transfer, _ in self._sent:
+            transfer.wait(lambda: "rank 0 to take a loss")
+        self._sent.clear()

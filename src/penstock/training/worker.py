@@ -1,0 +1,52 @@
+"""A process that is one rank of a run, however it was started."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from penstock.training.launch import LAUNCHED
+from penstock.training.settings import TrainConfig
+from penstock.training.text import Text
+from penstock.training.trainer import StepDone, Trained, train
+
+_LOOK_S = 0.5
+
+
+def work(config: TrainConfig, text: Text, on_step: Callable[[StepDone], None]) -> Trained:
+    """Be a rank of a training."""
+    with joined() as device:
+        return train(config, text, device=device, on_step=on_step)
+
+
+@contextmanager
+def joined() -> Iterator[torch.device]:
+    """Joins the other ranks, which the environment tells how to find; gives the device to use."""
+    device = _choose_device()
+    if LAUNCHED in os.environ:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    dist.init_process_group("gloo" if device.type == "cpu" else None)
+    yield device
+    dist.destroy_process_group()  # Not after an error: the other ranks may never come to it.
+
+
+def _choose_device() -> torch.device:
+    """An accelerator of its own, if there is one for each rank of this machine; or the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if found is None or torch.accelerator.device_count() < num_here:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.accelerator.set_device_index(index)
+    return torch.device(found.type, index)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when who started it has ended, even if that was killed."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)

@@ -1,0 +1,154 @@
+"""`plan`: a model of the user's goes in."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import run
+
+from penstock import OptionError, Schedule
+from penstock.cli import main
+
+MODULE = """
+import torch
+from torch import nn
+
+
+def make():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        return model, torch.zeros(8, 16)
+
+
+def make_with_keywords():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+        def forward(self, x, *, scale):
+            return self.layers(x) * scale
+
+    return Scaled(), (torch.zeros(8, 16),), {"scale": torch.ones(8, 1)}
+
+
+def fail():
+    raise KeyError("width")
+
+
+def make_misfit():
+    return make()[0], (torch.zeros(8, 15, device="meta"),)
+
+
+def make_number():
+    return 3
+
+
+def make_reversed():
+    return torch.zeros(8, 16), make()[0]
+
+
+def make_word():
+    return make()[0], "batch"
+
+
+size = 4
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # Puts sys.path back after the test.
+    Path("planned_model.py").write_text(MODULE)
+    Path("failing_model.py").write_text("import json\n\njson.loads('{')\n")
+    Path("lacking_model.py").write_text("import turbine\n")
+    Path("unfinished_model.py").write_text("def make(:\n")
+    for name in ("planned", "failing", "lacking", "unfinished", "leaving"):
+        monkeypatch.delitem(sys.modules, f"{name}_model", raising=False)
+    Path("leaving_model.py").write_text("raise SystemExit(3)\n")
+
+
+def test_plan_prints_the_best_rows_and_writes_the_schedule() -> None:
+    args = ("-p", 2, "-m", "2,4", "-v", 1, "--memory", "1MiB", "--speed", 1e9, "--effort", 0.01)
+    lines = run("plan", "planned_model:make", *args, "-o", "best.csv").lines
+    header = "schedule placement microbatches size time bubble memory gap"
+    assert header.split() == lines[0].split()
+    assert {"2", "4"} == {line.split()[2] for line in lines[1:3]}
+    assert "µs" in lines[1]
+    assert lines[-2].startswith("The best cuts before ")
+    assert "wrote best.csv" == lines[-1]
+    assert 2 == Schedule.from_csv(Path("best.csv").read_text()).num_ranks
+
+
+def test_plan_as_json_of_a_file_with_keyword_arguments() -> None:
+    name = "planned_model.py:make_with_keywords"
+    ran = run("plan", name, "-p", 2, "-m", "4,3", "-v", 1, "--effort", 0.01, "--json")
+    facts = json.loads("\n".join(ran.lines))
+    [row] = facts["rows"]
+    assert (4, 2, "linear") == (row["num_microbatches"], row["mb_size"], row["placement"])
+    assert Schedule.from_csv(row["schedule"]).num_microbatches == 4
+    assert 1 == len(row["cut_points"])
+    assert [3] == [choice["num_microbatches"] for choice in facts["left_out"]]
+    table = run("plan", name, "-p", 2, "-m", "4,3", "-v", 1, "--effort", 0.01).lines
+    assert table[-1].startswith("left out: 3 microbatches, linear: a batch of 8 cannot be cut")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("planned_model", "'planned_model' names no function. Expected module:function"),
+        (":make", "':make' names no function."),
+        ("planed_model:make", "There is no module 'planed_model' in "),
+        ("nowhere.inside:make", "There is no module 'nowhere.inside' in "),
+        ("planned_model:mke", "planned_model has no 'mke'. Did you mean make?"),
+        ("planned_model:size", "planned_model:size is a int. Expected a function"),
+        ("planned_model:fail", "planned_model:fail failed: KeyError: 'width' ("),
+        ("planned_model:make_number", "planned_model:make_number returned int. Expected (model,"),
+        ("planned_model:make_reversed", "planned_model:make_reversed returned (Tensor, Sequenti"),
+        ("planned_model:make_word", "planned_model:make_word returned a str as the arguments"),
+        ("planned_model:make_misfit", "Sequential cannot be traced: RuntimeError"),
+        ("failing_model:make", "failing_model cannot be imported: JSONDecodeError: Expecting"),
+        ("lacking_model:make", "lacking_model cannot be imported: ModuleNotFoundError: No modu"),
+        ("unfinished_model:make", "unfinished_model cannot be imported: SyntaxError: "),
+        ("leaving_model:make", "leaving_model cannot be imported: SystemExit: 3"),
+    ],
+)
+def test_function_that_gives_no_model_is_told_in_one_line(name: str, expected: str) -> None:
+    ran = run("plan", name, "-m", 4)
+    assert (1, "") == (ran.code, ran.out)
+    assert ran.error.startswith(expected)
+
+
+def test_error_of_the_function_names_its_line(tmp_path: Path) -> None:
+    line = MODULE.splitlines().index('    raise KeyError("width")') + 1
+    path = tmp_path / "planned_model.py"
+    assert run("plan", "planned_model:fail").error.endswith(f"({path}, line {line})")
+
+
+def test_error_that_a_library_raises_names_the_line_that_called_it(tmp_path: Path) -> None:
+    path = tmp_path / "failing_model.py"
+    assert run("plan", "failing_model:make").error.endswith(f"({path}, line 3)")
+
+
+def test_error_of_the_function_is_the_cause_that_debug_shows() -> None:
+    with pytest.raises(OptionError) as raised:
+        main(["plan", "planned_model:fail", "--debug"])
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--memory", "1KiB", "-m", "8"], "No plan fits: memory is 1024 on each rank. The small"),
+        (["--memory", "lots"], "--memory is 'lots'. Expected a number above 0"),
+        (["-m", "4,x"], "--microbatches is '4,x'. Expected whole numbers above 0"),
+        (["-v", "0"], "--stages-per-rank is '0'. Expected whole numbers above 0"),
+        (["--json", "-o", "-"], "--json and --output - would both print."),
+        (["--measure", "--speed", "1e9"], "speed is 1000000000.0. It is for counted costs"),
+        (["-o", "missing/best.csv"], "--output is missing/best.csv, but there is no folder"),
+    ],
+)
+def test_option_that_cannot_be_used_is_told_in_one_line(args: list[str], expected: str) -> None:
+    assert run("plan", "planned_model:make", *args).error.startswith(expected)

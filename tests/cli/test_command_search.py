@@ -1,0 +1,157 @@
+"""`compare` and `search`: which schedule is best for given costs and memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import run, run_process
+
+from penstock import CostTable, Placement, Schedule, schedules, search, simulate
+from penstock.planner import Problem, lower_bound
+
+
+def first_words(lines: list[str]) -> list[str]:
+    return [line.split()[0] for line in lines]
+
+
+def test_compare_has_all_schedules_that_train_the_best_first() -> None:
+    lines = run_process("compare", "--no-search").lines
+    trained = [name for name in schedules.names() if name != "ForwardOnly"]
+    assert ["schedule", "No", *sorted(trained)] == [
+        *first_words([lines[0], lines[-1]]),
+        *sorted(first_words(lines[1:-1])),
+    ]
+    times = [float(line.split()[1]) for line in lines[1:-1]]
+    assert sorted(times) == times
+    assert ["ZB-V", "25.5", "5.88%", "4", "0.00%", "V,", "2", "per", "rank"] in [
+        line.split() for line in lines
+    ]
+    bounds = "27 (linear), 25.5 (loop, 2 per rank), 25.5 (V, 2 per rank)"
+    assert f"No schedule is faster than {bounds}." == lines[-1]
+
+
+def test_compare_puts_what_does_not_fit_last_with_the_reason() -> None:
+    lines = run("compare", "-m", 6, "--memory", 3, "--no-search").lines
+    fit = first_words(lines[1:-1])
+    assert {"V-Half", "V-Min"} == {*fit[:2]}
+    words = {line.split()[0]: line.split() for line in lines}
+    assert ["needs", "6", "on", "rank", "0"] == words["GPipe"][-5:]
+    assert ["DualPipeV", "needs", "8", "microbatches"] == words["DualPipeV"]
+
+
+def test_compare_adds_the_best_that_is_found_for_each_number_of_stages() -> None:
+    ran = run("compare", "-m", 4, "--costs", "1,1.2,0.8", "--memory", 3, "--json")
+    facts = json.loads("\n".join(ran.lines))
+    searched = [row for row in facts["schedules"] if row["name"] == "searched"]
+    assert {1, 2} == {1 if row["placement"] == "linear" else 2 for row in searched}
+    fastest = min(row["makespan"] for row in facts["schedules"] if row["fits"])
+    assert fastest == min(row["makespan"] for row in searched)
+
+
+def test_compare_as_json_has_bounds_by_the_clock_and_the_memory() -> None:
+    args = ("--clock", "span", "--memory", "4,4,4,3", "--delay", 0.1, "--no-search")
+    facts = json.loads(run("compare", *args, "--json").out)
+    assert [4.0, 4.0, 4.0, 3.0] == facts["memory"]
+    [row] = [row for row in facts["schedules"] if row["name"] == "1F1B"]
+    costs = CostTable.uniform(4, delay=0.1)
+    problem = Problem.of(costs, Placement.linear(4), 8, memory=(4, 4, 4, 3), clock="span")
+    assert lower_bound(problem) == row["lower_bound"]
+    assert row["span"] / row["lower_bound"] - 1 == pytest.approx(row["gap"])
+    [excessive] = [row for row in facts["schedules"] if row["name"] == "ZB-H1"]
+    assert (False, None) == (excessive["fits"], excessive["gap"])
+
+
+def test_compare_takes_the_number_of_stages_from_a_file_of_costs(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    CostTable.uniform(8, stages_per_rank=2).save(costs)
+    facts = json.loads(run("compare", "--costs", costs, "--no-search", "--json").out)
+    assert {"loop, 2 per rank", "V, 2 per rank"} == {r["placement"] for r in facts["schedules"]}
+    assert "needs 1 stage per rank" == facts["left_out"]["1F1B"]
+
+
+def test_compare_gives_stages_per_rank_to_those_that_take_any() -> None:
+    facts = json.loads(run("compare", "-v", 3, "--no-search", "--json").out)
+    where = {row["name"]: row["placement"] for row in facts["schedules"]}
+    assert ("loop, 3 per rank", "linear") == (where["Interleaved1F1B"], where["1F1B"])
+
+
+def test_compare_of_an_own_schedule_takes_its_shape(tmp_path: Path) -> None:
+    own = tmp_path / "own.csv"
+    own.write_text(schedules.get("GPipe")(num_ranks=3, num_microbatches=5).to_csv())
+    facts = json.loads(run("compare", own, "--no-search", "--json").out)
+    assert (3, 5) == (facts["num_ranks"], facts["num_microbatches"])
+    times = {row["name"]: row["makespan"] for row in facts["schedules"]}
+    assert times["GPipe"] == times[str(own)]
+
+
+def test_search_finds_prints_and_writes_the_best(tmp_path: Path) -> None:
+    path = tmp_path / "best.csv"
+    args = ("-m", 4, "--costs", "1,1.2,0.8", "--memory", 3, "--effort", 0.01)
+    ran = run_process("search", *args, "-o", path)
+    costs = CostTable.uniform(4, backward_input=1.2, backward_weight=0.8)
+    found = search(costs, 4, 4, memory=3, effort=0.01)
+    assert found.schedule == Schedule.from_csv(path.read_text())
+    assert first_words([str(found).splitlines()[1]]) == ["makespan"]
+    assert len(found.tried) == len(ran.lines) - 4
+    assert [
+        f"best: makespan {found.time:.5g}, bubble {found.report.bubble_by_makespan:.2%}, "
+        f"peak memory {found.report.peak_memory:.5g}, linear",
+        f"bound: {found.lower_bound:.5g}, gap {found.gap:.2%}",
+        f"wrote {path}",
+    ] == ran.lines[-3:]
+
+
+def test_search_as_json_has_the_schedule_and_what_was_tried() -> None:
+    ran = run("search", "-m", 4, "--clock", "span", "--json")
+    facts = json.loads("\n".join(ran.lines))
+    schedule = Schedule.from_csv(facts["schedule"])
+    report = simulate(schedule)
+    assert ("span", report.span, 0.0, "linear") == (
+        facts["clock"],
+        facts["time"],
+        facts["gap"],
+        facts["placement"],
+    )
+    assert "1F1B" in [tried["name"] for tried in facts["tried"]]
+
+
+def test_search_prints_the_schedule_alone_into_a_pipe() -> None:
+    ran = run("search", "-m", 4, "-o", "-")
+    assert (4, 4) == (len(ran.lines), Schedule.from_csv(ran.out).num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--placement", "v"], {"V, 2 per rank"}),
+        (["--placement", "loop", "-v", "3"], {"loop, 3 per rank"}),
+        (["--placement", "loop", "--placement", "v"], {"V, 2 per rank", "loop, 2 per rank"}),
+        (["-v", "2"], {"V, 2 per rank", "loop, 2 per rank"}),
+        (["--placement", "linear"], {"linear"}),
+        ([], {"linear"}),
+    ],
+)
+def test_search_tries_the_placements_that_are_asked_for(
+    args: list[str], expected: set[str]
+) -> None:
+    ran = run("search", "-p", 2, "-m", 2, "--effort", 0.01, "--json", *args)
+    assert expected == {tried["placement"] for tried in json.loads(ran.out)["tried"]}
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--placement", "linear", "-v", "2"], "--placement is linear, but each rank has 2"),
+        (["--json", "-o", "-"], "--json and --output - would both print."),
+        (["--placement", "zigzag"], "Invalid value for '--placement'"),
+        (["--seconds", "0"], "seconds is 0.0. Expected a finite number above 0."),
+        (["--effort", "nan"], "effort is nan. Expected a finite number above 0."),
+    ],
+)
+def test_search_that_cannot_be_done_is_refused(args: list[str], expected: str) -> None:
+    assert run("search", *args).error.startswith(expected)
+
+
+def test_search_that_is_out_of_time_says_so() -> None:
+    args = ("-p", 4, "-m", 8, "-v", 2, "--costs", "1,1.2,0.8", "--memory", 3)
+    assert "stopped after" in run("search", *args, "--seconds", 1e-6).lines[-1]

@@ -1,0 +1,184 @@
+"""`penstock train` through its real entry point. Every wait has a limit, and nothing is left."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.comm import LocalGroup, local_ranks
+from penstock.training.settings import GptConfig, TrainConfig
+from penstock.training.text import read_text
+from penstock.training.trainer import Trained, train
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 90
+PENSTOCK = [sys.executable, "-m", "penstock"]
+MODEL = GptConfig(num_layers=4, width=16, num_heads=2, context=8)
+SIZES = ["--layers=4", "--width=16", "--heads=2", "--context=8", "--batch=8", "--lr=0.01"]
+ENDLESS = ["train", *SIZES, "--steps=1000000", "--json"]
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [*PENSTOCK, *args], env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    return done
+
+
+def losses_of(printed: str) -> list[float]:
+    return [json.loads(line)["loss"] for line in printed.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 20)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(text: Path) -> list[float]:
+    """What the losses of a training are, on ranks that are threads and without an interruption."""
+
+    def main(group: LocalGroup) -> Trained:
+        config = TrainConfig(MODEL, batch=8, lr=0.01, steps=26)
+        return train(config, read_text(str(text), context=8), group=group)
+
+    return [done.loss for done in local_ranks(2, main)[0].steps]
+
+
+def test_training_is_resumed_on_other_ranks_stages_and_schedules_with_the_same_losses(
+    tmp_path: Path, text: Path, expected: list[float]
+) -> None:
+    folder = f"--checkpoint={tmp_path}"
+    first = command("train", *SIZES, f"--text={text}", folder, "--steps=20", "--json")
+    assert "" == first.stderr
+    assert 0 == first.returncode
+    assert expected[:20] == losses_of(first.stdout)
+    assert expected[19] < expected[0] - 1
+
+    # Threads or processes, one stage or four: the additions are the same, and so is every bit.
+    way = ["--ranks=1", "--schedule=1F1B"]
+    second = command("train", folder, "--resume", "--steps=23", "--json", *way)
+    assert expected[20:23] == losses_of(second.stdout)
+    way = ["--ranks=2", "--schedule=Interleaved1F1B", f"--record={tmp_path / 'run.json'}"]
+    third = command("train", folder, "--resume", "--steps=25", *way)
+    assert f"step 25  loss {expected[24]:.4f}" in third.stdout
+    assert f"checkpoint {tmp_path / 'step-000025'}" in third.stdout
+    assert "penstock recording" == json.loads((tmp_path / "run.json").read_text())["format"]
+
+    fourth = two_nodes(tmp_path, ["train", folder, "--resume", "--steps=26", "--json"])
+    assert expected[25:] == losses_of(fourth)
+    assert (tmp_path / "step-000026" / "training.json").exists()
+
+
+def two_nodes(folder: Path, args: list[str]) -> str:
+    """What two launchers of torch print, each with one rank, as on two machines."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    nodes = []
+    try:
+        for node in range(2):
+            with (folder / f"node {node}").open("w") as file:
+                nodes.append(
+                    subprocess.Popen(
+                        [*torchrun, *rendezvous, "-m", "penstock", *args],
+                        env=env,
+                        stdout=file,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
+                )
+        assert [0, 0] == [node.wait(TIMEOUT_S) for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+                node.wait()
+    return "".join((folder / f"node {node}").read_text() for node in range(2))
+
+
+@contextmanager
+def endless_training() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A training in its midst, and a mark in the environment of all its processes."""
+    mark = f"PENSTOCK_TEST_MARK={uuid.uuid4()}"
+    name, value = mark.split("=")
+    process = subprocess.Popen(
+        [*PENSTOCK, *ENDLESS],
+        env={**os.environ, name: value},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What a shell starts in the background ignores interrupts, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert process.stdout is not None
+        assert 1 == json.loads(process.stdout.readline())["step"]
+        yield process, mark
+    finally:
+        for pid in processes_with(mark):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def processes_with(mark: str) -> dict[int, bytes]:
+    """The environments of processes that have a mark there."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            environment = path.read_bytes()
+        except OSError:  # It has ended, or is not ours.
+            continue
+        if mark.encode() in environment:
+            found[int(path.parent.name)] = environment
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+@pytest.mark.parametrize(
+    ("signum", "code", "told"),
+    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, ""), (signal.SIGKILL, -9, "")],
+)
+def test_end_of_the_command_leaves_no_process(signum: int, code: int, told: str) -> None:
+    with endless_training() as (process, mark):
+        assert 3 == len(processes_with(mark))
+        process.send_signal(signum)
+        # The pipe of the output ends only when the last of them has.
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        assert {} == processes_with(mark)
+    assert (code, told) == (process.returncode, errors)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_rank_that_is_killed_ends_all_with_its_name() -> None:
+    with endless_training() as (process, mark):
+        [pid] = [pid for pid, env in processes_with(mark).items() if b"\0RANK=1\0" in env]
+        os.kill(pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        assert {} == processes_with(mark)
+    assert 1 == process.returncode
+    [line] = errors.splitlines()
+    assert line.startswith(f"error: rank 1 (process {pid}) was ended by SIGKILL, so all others")
+
+
+def test_failure_of_a_rank_is_told_in_one_line_by_the_rank_that_failed(text: Path) -> None:
+    # The last stage, which has the loss, is on rank 1.
+    failed = command("train", *SIZES[:-1], f"--text={text}", "--schedule=1F1B", "--lr=1e30")
+    assert 1 == failed.returncode
+    [line] = failed.stderr.splitlines()
+    assert line.startswith("error: the loss is nan in step")
