@@ -11,10 +11,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
 
-demo: $(READY) ## Train a small model on two processes with a zero-bubble schedule, and compare schedules
-	@echo "Two processes, schedule ZB-V:"
-	@$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train.py
-	@$(BIN)/python examples/compare_schedules.py
+demo: $(READY) ## Train a small GPT on two processes by a zero-bubble schedule and by 1F1B, and compare
+	@$(BIN)/penstock demo
 
 test: check ## Run check, then the tests that start several processes
 	$(BIN)/pytest -m dist
@@ -34,12 +32,13 @@ bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/skips/main.py
 	$(BIN)/python benchmarks/search/main.py
 	$(BIN)/python benchmarks/uneven/main.py
+	$(BIN)/python benchmarks/recording/main.py
 
 fuzz: $(READY) ## Run the tests that draw random examples, on many more of them
 	PENSTOCK_FUZZ=1 $(BIN)/pytest -m fuzz
 
 clean: ## Remove .venv, caches and build output
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv penstock-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The build backend goes in first, so that it is the one of constraints.txt:

@@ -12,7 +12,8 @@ from command_line import PROGRAM, run, run_process
 
 from penstock.cli.screen import print_json
 
-COMMANDS = ("show", "simulate", "compare", "search", "plan", "verify", "convert", "list")
+SCHEDULES = ("show", "simulate", "compare", "search", "verify", "convert")
+COMMANDS = (*SCHEDULES, "plan", "list", "train", "demo")
 
 
 @pytest.mark.parametrize("program", [[PROGRAM], [sys.executable, "-m", "penstock"]])
@@ -33,7 +34,7 @@ def test_help_of_a_command_has_examples_on_lines_of_their_own(command: str) -> N
     assert 2 <= len(examples) <= 4
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("plan", "list")])
+@pytest.mark.parametrize("command", SCHEDULES)
 def test_examples_of_the_help_are_accepted(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,3 +181,11 @@ def test_list_has_every_schedule_with_its_facts() -> None:
 def test_json_has_null_for_what_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"gap": float("inf"), "times": (1.5, float("nan"))})
     assert {"gap": None, "times": [1.5, None]} == json.loads(capsys.readouterr().out)
+
+
+def test_interrupt_is_told_in_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def be_interrupted(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.cli.verify.read_file", be_interrupted)
+    assert (130, "", "interrupted\n") == run("verify", "any.csv")

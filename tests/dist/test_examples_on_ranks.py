@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 TIMEOUT_S = 120
 
 
-def launch(script: Path) -> str:
+def launch(script: Path, folder: Path | None = None) -> str:
     """What the script prints on two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
@@ -24,6 +24,7 @@ def launch(script: Path) -> str:
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
+        cwd=folder,
     )
     assert 0 == done.returncode, done.stderr
     return done.stdout
@@ -47,3 +48,28 @@ def test_training_on_two_ranks_lowers_the_loss() -> None:
     # 128 characters: guessing costs log(128) = 4.85, and the most common ones are soon learned.
     assert 4.6 < losses[0] < 5.2
     assert losses[-1] < 2.7
+
+
+def test_hugging_face_model_learns_on_two_ranks() -> None:
+    printed = launch(EXAMPLES / "hugging_face.py")
+    assert "stage 1, from transformer.h.4" in printed
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    # 256 tokens: guessing costs log(256) = 5.55.
+    assert 5.3 < losses[0] < 5.8
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_recorded_run_is_read_and_drawn(tmp_path: Path) -> None:
+    first, measured, simulated, *waits = launch(EXAMPLES / "recorded_run.py", tmp_path).splitlines()
+    assert "10 steps were recorded" == first
+    assert re.fullmatch(r"measured: \S+ ms, a bubble of \S+%", measured)
+    assert re.fullmatch(r"simulated: \S+ ms, a bubble of \S+%", simulated)
+    assert 3 == sum(bool(re.fullmatch(r"rank \d waited \S+ ms before \d\w\d", w)) for w in waits)
+    assert {"run.html", "run.json"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_script_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    [block] = re.findall(r"```python\n([^`]*init_process_group[^`]*)```", readme)
+    (tmp_path / "script.py").write_text(block)
+    assert "" == launch(tmp_path / "script.py")

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from penstock.comm import LocalGroup, local_ranks
 from penstock.training.settings import GptConfig, TrainConfig
 from penstock.training.text import read_text
 from penstock.training.trainer import Trained, train
+from process_marks import marked, processes_with
 
 pytestmark = pytest.mark.dist
 
@@ -115,38 +115,20 @@ def two_nodes(folder: Path, args: list[str]) -> str:
 @contextmanager
 def endless_training() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A training in its midst, and a mark in the environment of all its processes."""
-    mark = f"PENSTOCK_TEST_MARK={uuid.uuid4()}"
-    name, value = mark.split("=")
-    process = subprocess.Popen(
-        [*PENSTOCK, *ENDLESS],
-        env={**os.environ, name: value},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # What a shell starts in the background ignores interrupts, and so do its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
+    with marked() as (mark, environment):
+        process = subprocess.Popen(
+            [*PENSTOCK, *ENDLESS],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # What a shell starts in the background ignores interrupts, and so do its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         assert process.stdout is not None
         assert 1 == json.loads(process.stdout.readline())["step"]
         yield process, mark
-    finally:
-        for pid in processes_with(mark):
-            os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=TIMEOUT_S)
-
-
-def processes_with(mark: str) -> dict[int, bytes]:
-    """The environments of processes that have a mark there."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            environment = path.read_bytes()
-        except OSError:  # It has ended, or is not ours.
-            continue
-        if mark.encode() in environment:
-            found[int(path.parent.name)] = environment
-    return found
+    process.communicate(timeout=TIMEOUT_S)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")

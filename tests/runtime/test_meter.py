@@ -113,8 +113,7 @@ def test_cost_leaves_out_what_an_action_waited_but_not_the_receipt() -> None:
 def test_send_is_part_of_the_action_that_made_the_message() -> None:
     meter = Meter(CPU)
     meter.begin()  # 1
-    with meter.waiting():  # 2 to 3
-        pass
+    meter.wait_for([], lambda: "a message")  # 2 to 3
     meter.end(Forward(1, 0))  # 4
     meter.end(Backward(1, 0))  # 5
     meter.end(SendGradient(1, 0))  # 6

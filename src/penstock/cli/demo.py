@@ -20,7 +20,7 @@ _MODEL = GptConfig(num_layers=8, width=192, num_heads=4, context=64)
 
 
 def demo(
-    steps: Annotated[int, typer.Option("--steps", help="Of each training.")] = 60,
+    steps: Annotated[int, typer.Option("--steps", help="Of each training.")] = 100,
     schedule: Annotated[
         str, typer.Option("--schedule", metavar="NAME|FILE", help="To compare with 1F1B.")
     ] = "ZB-V",

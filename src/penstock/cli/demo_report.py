@@ -1,11 +1,12 @@
 """How the demonstration shows itself while it runs, and what it says in the end."""
 
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.screen import print_table
 from penstock.draw import Panel, save
@@ -62,7 +63,7 @@ class Progress(AbstractContextManager["Progress"]):
         facts = f"loss {done.loss:.3f}  {'  '.join(self._facts[n] for n in sorted(self._facts))}"
         self._bar.update(self._task, completed=done.step, facts=facts)
         is_last_of_round = len(self._facts) == len(self._names)
-        if self._has_bar or not is_last_of_round:
+        if not self._is_shown or self._has_bar or not is_last_of_round:
             return
         if done.step in (1, self._steps) or done.step % max(self._steps // 6, 1) == 0:
             print(f"step {done.step:3d}  {facts}", flush=True)
@@ -86,11 +87,14 @@ def report(contenders: Sequence[Contender], folder: Path, console: "Console") ->
     save(panels, folder / "trace.json")
     curves = {contender.schedule: contender.losses for contender in contenders}
     loss_curves(curves, folder / "loss.png")
+    figures = [_figures(contender) for contender in contenders]
+    (folder / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(
         f"\nIn {folder}:\n"
         "  timeline.html  the timelines, to zoom and point at; timeline.png is a picture of them\n"
         "  loss.png       the losses\n"
         "  trace.json     the timelines for ui.perfetto.dev\n"
+        "  figures.json   the figures above, and every loss\n"
         '  run.json       the recorded steps, for "penstock show"; baseline.json those of '
         f"{contenders[0].schedule}"
     )
@@ -117,20 +121,29 @@ def sparkline(values: Sequence[float], columns: int) -> str:
     return "".join(_LEVELS[round((mean - lowest) * steps)] for mean in means)
 
 
+def _figures(contender: Contender) -> dict[str, Any]:
+    return {
+        "schedule": contender.schedule,
+        "step_s": contender.step_s,
+        "tokens_per_s": contender.tokens_per_s,
+        "measured_bubble": contender.recording.typical().bubble_by_makespan,
+        "simulated_bubble": contender.recording.simulated().bubble_by_makespan,
+        "losses": contender.losses,
+    }
+
+
 def _print_bubbles(contenders: Sequence[Contender]) -> None:
-    baseline = contenders[0]
-    rows = []
-    for contender in contenders:
-        measured, simulated = contender.recording.typical(), contender.recording.simulated()
-        rows.append(
-            (
-                contender.schedule,
-                f"{contender.step_s * 1e3:.0f} ms",
-                f"{contender.tokens_per_s:,.0f}",
-                f"{measured.bubble_by_makespan:.1%}",
-                f"{simulated.bubble_by_makespan:.1%}",
-                f"{baseline.step_s / contender.step_s:.2f}",
-            )
+    figures = [_figures(contender) for contender in contenders]
+    rows = [
+        (
+            found["schedule"],
+            f"{found['step_s'] * 1e3:.0f} ms",
+            f"{found['tokens_per_s']:,.0f}",
+            f"{found['measured_bubble']:.1%}",
+            f"{found['simulated_bubble']:.1%}",
+            f"{figures[0]['step_s'] / found['step_s']:.2f}",
         )
+        for found in figures
+    ]
     header = ("schedule", "step", "tokens/s", "bubble", "simulated", "speed")
     print_table(header, rows, words=("schedule",))

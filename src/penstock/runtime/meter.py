@@ -6,11 +6,12 @@ to the time of its step, and what the runtime does around an action is part of t
 """
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
+from penstock.comm.base import Describe, Transfer
 from penstock.ir import Backward, BackwardInput, Forward, SendActivation
 from penstock.ir.action import SEND_TYPES, Send, SingleCompute
 from penstock.runtime.held import HeldBytes
@@ -43,58 +44,55 @@ class Timing:
 class Meter:
     """Watches a step; `timings` has each forward and backward that has ended.
 
+    While the step runs it only writes down when things happened, because every step that is
+    recorded pays for that.
     If `held` is given it counts memory, which takes time: then the timings are worth nothing.
     """
 
     def __init__(self, device: torch.device, held: HeldBytes | None = None) -> None:
-        self.timings: dict[SingleCompute, Timing] = {}
         self.held = held
         self.began_s = self.ended_s = 0.0
         self._device = device
         self._waits_s: list[float] = []
+        self._ends: list[tuple[SingleCompute | Send, float, int]] = []
+        """Of each action: itself, when it was done, and how many waits there had been by then."""
 
     def begin(self) -> None:
         """The step begins."""
         self.began_s = self.ended_s = now_s(self._device)
 
-    def waiting(self) -> "_Waiting":
-        """Around the wait for a message."""
-        return _Waiting(self)
+    def wait_for(self, transfers: Iterable[Transfer], described: Describe) -> None:
+        """Wait for the parts of a message, and note how long that took."""
+        began_s = now_s(self._device)
+        for transfer in transfers:
+            transfer.wait(described)
+        self._waits_s.append(now_s(self._device) - began_s)
 
     def end(self, action: SingleCompute | Send) -> None:
         """An action is done, and what follows is the next one's."""
-        began_s, self.ended_s = self.ended_s, now_s(self._device)
-        if isinstance(action, SEND_TYPES):
-            maker = self._maker(action)
-            timing = self.timings[maker]
-            sending_s = timing.sending_s + self.ended_s - began_s
-            self.timings[maker] = replace(timing, sending_s=sending_s)
-        else:
-            waits_s, self._waits_s = tuple(self._waits_s), []
-            self.timings[action] = Timing(began_s, waits_s, self.ended_s)
+        self.ended_s = now_s(self._device)
+        self._ends.append((action, self.ended_s, len(self._waits_s)))
 
-    def _maker(self, action: Send) -> SingleCompute:
-        """The action whose result a send sends."""
-        if isinstance(action, SendActivation):
-            return Forward(action.stage, action.mb)
-        whole = Backward(action.stage, action.mb)
-        return whole if whole in self.timings else BackwardInput(action.stage, action.mb)
-
-    def note_wait(self, began_s: float) -> None:
-        self._waits_s.append(now_s(self._device) - began_s)
-
-    def now_s(self) -> float:
-        return now_s(self._device)
+    @property
+    def timings(self) -> dict[SingleCompute, Timing]:
+        """In the order in which they were run; a send counts for the action that it sends of."""
+        found: dict[SingleCompute, Timing] = {}
+        began_s, num_before = self.began_s, 0
+        for action, ended_s, num_waits in self._ends:
+            if isinstance(action, SEND_TYPES):
+                maker = _maker(action, found)
+                sending_s = found[maker].sending_s + ended_s - began_s
+                found[maker] = replace(found[maker], sending_s=sending_s)
+            else:
+                waits_s = tuple(self._waits_s[num_before:num_waits])
+                found[action] = Timing(began_s, waits_s, ended_s)
+            began_s, num_before = ended_s, num_waits
+        return found
 
 
-class _Waiting(AbstractContextManager[None]):
-    __slots__ = ("_began_s", "_meter")
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def __enter__(self) -> None:
-        self._began_s = self._meter.now_s()
-
-    def __exit__(self, *_: object) -> None:
-        self._meter.note_wait(self._began_s)
+def _maker(action: Send, made: Container[SingleCompute]) -> SingleCompute:
+    """The action whose result a send sends."""
+    if isinstance(action, SendActivation):
+        return Forward(action.stage, action.mb)
+    whole = Backward(action.stage, action.mb)
+    return whole if whole in made else BackwardInput(action.stage, action.mb)

@@ -75,11 +75,11 @@ class Recorder:
 
 def _spells(meter: Meter, ahead_s: float) -> tuple[_Spell, ...]:
     """What the rank did between its waits: one action ends where the next is free to begin."""
-    timings = meter.timings.values()
-    ends_s = [*(timing.began_s for timing in timings), meter.ended_s][1:]
+    timings = meter.timings
+    ends_s = [*(timing.began_s for timing in timings.values()), meter.ended_s][1:]
     return tuple(
         _Spell(action, timing.began_s + sum(timing.waits_s) - ahead_s, end_s - ahead_s)
-        for (action, timing), end_s in zip(meter.timings.items(), ends_s, strict=True)
+        for (action, timing), end_s in zip(timings.items(), ends_s, strict=True)
     )
 
 

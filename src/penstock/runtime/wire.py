@@ -2,7 +2,6 @@
 
 import pickle
 from collections import deque
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -148,9 +147,11 @@ class Wire:
 
     def _wait(self, key: Key, transfers: list[Transfer]) -> None:
         described = partial(self._describe_receive, key)
-        with nullcontext() if self._meter is None else self._meter.waiting():
-            for transfer in transfers:
-                transfer.wait(described)
+        if self._meter is not None:
+            self._meter.wait_for(transfers, described)
+            return
+        for transfer in transfers:
+            transfer.wait(described)
 
     def _is_void(self, key: Key) -> bool:
         """Whether nothing is ever sent: it is a gradient, of an activation that needs none."""

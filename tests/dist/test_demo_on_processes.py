@@ -1,0 +1,60 @@
+"""`penstock demo` through its real entry point."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import Recording
+from process_marks import marked, processes_with
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 120
+PENSTOCK = [sys.executable, "-m", "penstock"]
+
+
+def test_demo_trains_and_shows_both_schedules(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*PENSTOCK, "demo", "--steps=4", f"--folder={tmp_path / 'demo'}"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "1F1B, measured" in done.stdout
+    assert "ZB-V, measured" in done.stdout
+    figures = json.loads((tmp_path / "demo" / "figures.json").read_text())
+    assert ["1F1B", "ZB-V"] == [found["schedule"] for found in figures]
+    for found in figures:
+        assert 4 == len(found["losses"])
+        assert found["losses"][-1] < found["losses"][0] - 0.5
+    # The same microbatches in the same order of additions: only rounding within products differs.
+    assert pytest.approx(figures[0]["losses"], abs=1e-4) == figures[1]["losses"]
+    for name, stages in (("baseline.json", 2), ("run.json", 4)):
+        assert stages == Recording.load(tmp_path / "demo" / name).schedule.num_stages
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
+    with marked() as (mark, environment):
+        process = subprocess.Popen(
+            [*PENSTOCK, "demo", "--steps=1000000", f"--folder={tmp_path}"],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert process.stdout.readline().startswith("step   1")
+        process.send_signal(signal.SIGINT)
+        # The pipe of the output ends only when the last of them has.
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        assert {} == processes_with(mark)
+    assert (130, "interrupted\n") == (process.returncode, errors)
