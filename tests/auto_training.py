@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock import CostTable, Pipeline, Placement
+from stage_training import Group, assert_close, assert_same_grads, make_stages, rank_in
 from staged_models import MODELS, StepRecord, make_optimizer, named_grads, train_unsplit
-from training import Group, assert_close, assert_same_grads, make_stages, rank_in
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 import penstock
 from cut_models import CUT_MODELS, CutModel
 from penstock import Pipe, Pipeline, schedules
+from stage_training import Group, assert_close, rank_in
 from staged_models import MOMENTUM, Batch, StepRecord
-from training import Group, assert_close, rank_in
 
 ROWS = 2
 NUM_MICROBATCHES = 4

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 import penstock
 from penstock import LocalGroup, Pipeline, Schedule, schedules
+from stage_training import assert_close, assert_same_grads, make_stages
 from staged_models import Batch, MLPStage, StepRecord, named_grads, run_unsplit
-from training import assert_close, assert_same_grads, make_stages
 
 NUM_STAGES = 4
 NUM_MICROBATCHES = 4

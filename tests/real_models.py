@@ -25,8 +25,8 @@ from penstock import (
     TensorChunkSpec,
     schedules,
 )
+from stage_training import ATOL, CPU, RTOL, Group, rank_in, split
 from staged_models import Batch, StepRecord
-from training import ATOL, CPU, RTOL, Group, rank_in, split
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # Before transformers is loaded, which is late: it is slow.
 

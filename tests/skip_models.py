@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock import Pipeline, PipelineStage, Schedule
+from stage_training import CPU, Group, assert_same_step, rank_in, split
 from staged_models import StepRecord, make_optimizer, named_grads
-from training import CPU, Group, assert_same_step, rank_in, split
 
 WIDTH = 6
 # How many values there are in each kind of skip.

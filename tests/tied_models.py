@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from penstock import Pipeline, PipelineStage, Schedule, schedules
 from penstock.schedules import Shape
-from training import CPU, Group, assert_close, rank_in
+from stage_training import CPU, Group, assert_close, rank_in
 
 VOCABULARY, WIDTH, ROWS = 11, 6, 2
 Wrap = Callable[[nn.Module], nn.Module]

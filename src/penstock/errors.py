@@ -53,7 +53,7 @@ class MicrobatchError(PipelineError, ValueError):
 
 
 class OptionError(PipelineError, ValueError):
-    """An option of the command line cannot be used, or a file that it names."""
+    """An option of a command, or of the trainer behind it, cannot be used, or a file it names."""
 
 
 class PartitionError(PipelineError, ValueError):

@@ -115,6 +115,10 @@ def test_reader_that_has_had_enough_is_no_error(command: str) -> None:
         ["search", "-m", "2"],
         ["convert", "ZB-V", "--comms"],
         ["list", "--json"],
+        ["--help"],
+        ["train", "--help"],
+        ["demo", "--help"],
+        ["plan", "--help"],
     ],
 )
 def test_command_loads_nothing_heavy(args: list[str]) -> None:

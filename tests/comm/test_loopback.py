@@ -280,7 +280,7 @@ def test_waiting_for_a_rank_that_has_ended_is_told_at_once() -> None:
         if group.rank == 1:
             group.connect().gather(None)
 
-    waits = "no rank can go on: rank 1 waits for all ranks to begin their first step"
+    waits = "no rank can go on: rank 1 waits for all ranks to begin a first step"
     with pytest.raises(CommError, match=waits):
         local_ranks(2, main)
 

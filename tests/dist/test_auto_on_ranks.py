@@ -15,7 +15,7 @@ import penstock
 from auto_training import AutoRun, assert_trained_alike, train_auto
 from penstock import CostTable, Pipeline, PipelineStage, Placement
 from penstock.planner import SearchResult, search
-from training import CPU, Group, rank_in
+from stage_training import CPU, Group, rank_in
 from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.dist

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock
 from local_steps import mean_square
 from penstock import Pipeline, PipelineStage, Schedule, SplitPoint, StageError, schedules
+from stage_training import assert_close, assert_same_grads, make_stages
 from staged_models import MODELS, StepRecord, make_optimizer, named_grads, train_unsplit
-from training import assert_close, assert_same_grads, make_stages
 from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.dist

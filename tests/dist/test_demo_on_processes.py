@@ -33,7 +33,7 @@ def test_demo_trains_and_shows_both_schedules(tmp_path: Path) -> None:
     for found in figures:
         assert 4 == len(found["losses"])
         assert found["losses"][-1] < found["losses"][0] - 0.5
-    # The same microbatches in the same order of additions: only rounding within products differs.
+    # The same microbatches in the same order of additions; halves of a backward round otherwise.
     assert pytest.approx(figures[0]["losses"], abs=1e-4) == figures[1]["losses"]
     for name, stages in (("baseline.json", 2), ("run.json", 4)):
         assert stages == Recording.load(tmp_path / "demo" / name).schedule.num_stages

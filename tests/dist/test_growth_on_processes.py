@@ -6,8 +6,8 @@ from torch import nn
 
 from local_steps import mean_square, randn
 from penstock import Pipeline, schedules
+from stage_training import make_stages
 from tensor_counts import growth_of, live_tensors, weights_and_grads
-from training import make_stages
 from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.dist

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from local_steps import mean_square, mlp_batch, zero_grad
 from penstock import Pipeline, Schedule, schedules
+from stage_training import assert_close, assert_same_grads, make_stages
 from staged_models import MODELS, MLPStage, StepRecord, named_grads, run_unsplit
-from training import assert_close, assert_same_grads, make_stages
 from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.dist

@@ -5,8 +5,7 @@
 
 import pytest
 
-from staged_models import MODELS
-from training import (
+from stage_training import (
     CLASS_NAMES,
     TRAINING_NAMES,
     Run,
@@ -15,6 +14,7 @@ from training import (
     evaluate,
     train,
 )
+from staged_models import MODELS
 from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.dist

@@ -9,7 +9,7 @@ from local_steps import mean_square, randn
 from penstock import CommError, Pipeline, Recording, schedules
 from penstock.ir.inputs import Inputs
 from penstock.ir.walk import walk
-from training import make_stages
+from stage_training import make_stages
 from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.dist

@@ -12,7 +12,7 @@ LOSSES = [3.0, 2.5, 2.25, 2.0]
 def test_curves_are_drawn_over_their_steps_under_their_names() -> None:
     (axes,) = draw_curves({"1F1B": LOSSES, "ZB-V": LOSSES[:2]}).axes
     drawn = [(line.get_label(), *map(list, line.get_data())) for line in axes.lines]
-    assert [("1F1B", [0, 1, 2, 3], LOSSES), ("ZB-V", [0, 1], LOSSES[:2])] == drawn
+    assert [("1F1B", [1, 2, 3, 4], LOSSES), ("ZB-V", [1, 2], LOSSES[:2])] == drawn
     legend = axes.get_legend()
     assert legend is not None
     assert ["1F1B", "ZB-V"] == [text.get_text() for text in legend.get_texts()]

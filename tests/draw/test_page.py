@@ -238,5 +238,5 @@ def test_scripts_have_no_way_to_make_html_of_text() -> None:
 
 
 def test_page_without_panels_is_refused() -> None:
-    with pytest.raises(DrawError, match=r"There is no panel\..* give at least one Panel"):
+    with pytest.raises(DrawError, match=r"panels is empty\. Give at least one"):
         page([])

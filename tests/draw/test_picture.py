@@ -259,7 +259,7 @@ def test_svg_has_no_date_and_is_small_enough_for_a_readme(tmp_path: Path) -> Non
 
 
 def test_no_panels_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DrawError, match=r"panels is empty\. Expected at least one"):
+    with pytest.raises(DrawError, match=r"panels is empty\. Give at least one"):
         picture([], tmp_path / "none.svg")
 
 

@@ -11,7 +11,7 @@ import penstock
 from local_steps import mean_square, mlp, mlp_batch
 from penstock import AgreementError, CostError, CostTable, LocalGroup, Placement, local_ranks
 from skip_models import Skip, SkipStage
-from training import make_stages
+from stage_training import make_stages
 
 PLACEMENTS = [Placement(ranks) for ranks in ((0,), (0, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 1))]
 ROW_BYTES = 2 * 6 * 8

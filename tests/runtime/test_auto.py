@@ -29,8 +29,8 @@ from penstock import (
 from penstock.ir import Forward
 from penstock.planner import Problem
 from skip_models import Skip, SkipStage
+from stage_training import assert_same_grads, make_stages
 from staged_models import named_grads
-from training import assert_same_grads, make_stages
 
 LINEAR = tuple(range(2))
 # Linear, one rank alone, a loop, a V, and one that no algorithm is for.

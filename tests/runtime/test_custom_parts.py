@@ -36,8 +36,8 @@ from penstock.ir import Action, Backward, BackwardInput, BackwardWeight, Forward
 from penstock.ir.action import compute_parts
 from penstock.passes import add_comms
 from penstock.runtime import ActionContext
+from stage_training import CPU, TRAINING_NAMES, assert_same_grads
 from staged_models import named_grads
-from training import CPU, TRAINING_NAMES, assert_same_grads
 
 every_schedule = pytest.mark.parametrize("schedule", FOUR_STAGES.values(), ids=FOUR_STAGES)
 

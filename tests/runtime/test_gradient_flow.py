@@ -25,8 +25,8 @@ from local_steps import (
     zero_grad,
 )
 from penstock import Replicate, Schedule, TensorChunkSpec, schedules
+from stage_training import assert_close, assert_same_grads
 from staged_models import Batch, run_unsplit
-from training import assert_close, assert_same_grads
 
 every_schedule = pytest.mark.parametrize("schedule", FOUR_STAGES.values(), ids=FOUR_STAGES)
 

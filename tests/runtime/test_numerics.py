@@ -7,8 +7,7 @@ import pytest
 
 import penstock
 from penstock import compat, schedules
-from staged_models import MODELS
-from training import (
+from stage_training import (
     CLASS_NAMES,
     TRAINING_NAMES,
     Run,
@@ -17,6 +16,7 @@ from training import (
     evaluate,
     train,
 )
+from staged_models import MODELS
 
 RANKS = [1, 2, 4]
 

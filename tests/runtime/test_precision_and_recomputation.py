@@ -24,8 +24,8 @@ from local_steps import (
     zero_grad,
 )
 from penstock import Pipeline, Schedule
+from stage_training import split
 from staged_models import MODELS, Batch, MLPStage, run_unsplit
-from training import split
 
 every_schedule = pytest.mark.parametrize("schedule", FOUR_STAGES.values(), ids=FOUR_STAGES)
 

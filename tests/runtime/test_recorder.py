@@ -17,7 +17,7 @@ from penstock import (
 )
 from penstock.ir.action import compute_parts
 from penstock.runtime.recorder import MOST_STEPS
-from training import make_stages
+from stage_training import make_stages
 
 BATCH = mlp_batch()
 

@@ -24,7 +24,7 @@ from penstock import (
 )
 from penstock.ir import Backward
 from skip_models import WIDTH
-from training import CPU
+from stage_training import CPU
 
 V = FOUR_STAGES["ZB-V"]  # Ranks 0 1 1 0.
 ONE_F_ONE_B = FOUR_STAGES["1F1B"]

@@ -36,9 +36,9 @@ from skip_models import (
     train_skips,
     train_skips_unsplit,
 )
+from stage_training import CPU, TRAINING_NAMES, assert_close, assert_same_grads
 from staged_models import named_grads
 from tensor_counts import growth_of, live_tensors, weights_and_grads
-from training import CPU, TRAINING_NAMES, assert_close, assert_same_grads
 
 every_schedule = pytest.mark.parametrize("schedule", FOUR_STAGES.values(), ids=FOUR_STAGES)
 

@@ -31,8 +31,8 @@ from penstock import (
     TensorChunkSpec,
     local_ranks,
 )
+from stage_training import CPU, assert_close, assert_same_grads, split
 from staged_models import MODELS, Batch, StepRecord, run_unsplit
-from training import CPU, assert_close, assert_same_grads, split
 
 every_schedule = pytest.mark.parametrize("schedule", FOUR_STAGES.values(), ids=FOUR_STAGES)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import penstock
 from local_steps import FOUR_STAGES
 from penstock import LocalGroup, Pipeline, PipelineStage, Schedule, schedules
+from stage_training import CPU, TRAINING_NAMES, assert_close, assert_same_grads
 from tied_models import (
     Named,
     TiedRun,
@@ -28,7 +29,6 @@ from tied_models import (
     tied_stages,
     train_tied,
 )
-from training import CPU, TRAINING_NAMES, assert_close, assert_same_grads
 
 NUM_STAGES = 4
 every_schedule = pytest.mark.parametrize("schedule", FOUR_STAGES.values(), ids=FOUR_STAGES)

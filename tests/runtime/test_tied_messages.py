@@ -11,8 +11,8 @@ from local_steps import FOUR_STAGES, NUM_STAGES
 from penstock import CommError, LocalGroup, Pipeline, PipelineStage, local_ranks
 from penstock.comm import AbstractComm, Transfer
 from penstock.runtime.tied import TiedGrads, Ties
+from stage_training import CPU
 from tied_models import TiedStage, loss_fn, tied_batch, tied_stage, tied_stages
-from training import CPU
 
 TiedOf = Callable[[TiedStage], dict[str, str]]
 

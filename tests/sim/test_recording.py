@@ -54,6 +54,17 @@ def test_costs_are_those_of_each_stage() -> None:
     assert (2.5, 2.5, 2.0) == pytest.approx(costs.backward)
 
 
+@pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "GPipe"])
+def test_error_between_two_clocks_does_not_change_the_delays(name: str) -> None:
+    timeline = make_step(name).timeline
+
+    def shifted(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        return (*rows[:-1], tuple(time + 0.1 for time in rows[-1]))
+
+    skewed = Timeline(timeline.schedule, shifted(timeline.starts), shifted(timeline.ends))
+    assert COSTS.delay == pytest.approx(Recording((RecordedStep(0, skewed),)).costs().delay)
+
+
 def test_halves_that_never_ran_are_half_of_the_backward_each() -> None:
     costs = Recording((make_step("1F1B"),)).costs()
     assert COSTS.backward == pytest.approx(costs.backward)

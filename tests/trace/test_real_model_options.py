@@ -24,8 +24,8 @@ from real_models import (
     train_stages,
     train_whole,
 )
+from stage_training import CPU, assert_close
 from staged_models import Batch
-from training import CPU, assert_close
 
 # Products of float32 have 24 bits, and are added in another order: some hundred of them.
 FLOAT32_TOLERANCE = 2**-24 * 100

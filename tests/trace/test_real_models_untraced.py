@@ -26,8 +26,8 @@ from real_models import (
     train_stages,
     train_whole,
 )
+from stage_training import Group
 from staged_models import Batch, StepRecord
-from training import Group
 
 both_schedules = pytest.mark.parametrize(
     ("num_stages", "schedule"), [(2, "1F1B"), (4, "ZBV")], ids=["1F1B", "ZBV"]

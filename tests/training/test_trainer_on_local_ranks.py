@@ -14,8 +14,8 @@ from penstock.training.settings import GptConfig
 from penstock.training.text import Text
 from penstock.training.trainer import train
 
-# In each the microbatches add to a parameter's gradient in the same order, one after the other,
-# so that losses are equal to the last bit.
+# A full backward and its two halves round differently in their products: a few bits of a loss.
+ROUNDING = 1e-5
 WAYS = [
     {"num_ranks": 1, "schedule": "1F1B"},
     {"num_ranks": 1, "schedule": "ZB-V"},
@@ -45,11 +45,21 @@ def test_run_resumed_in_any_way_goes_on_as_if_it_had_not_ended(
     uninterrupted: list[float], half_way: Path, tmp_path: Path, way: dict[str, Any]
 ) -> None:
     shutil.copytree(half_way, tmp_path, dirs_exist_ok=True)
-    assert uninterrupted[2:] == losses(checkpoint=str(tmp_path), resume=True, **way)
+    found = losses(checkpoint=str(tmp_path), resume=True, **way)
+    assert uninterrupted[2:] == pytest.approx(found, rel=ROUNDING)
 
 
-def test_losses_do_not_depend_on_the_cut(uninterrupted: list[float]) -> None:
-    assert uninterrupted == losses(num_ranks=2, schedule="ZB-V")
+@pytest.mark.parametrize(
+    ("first", "others"), [("GPipe", ("1F1B", "Interleaved1F1B")), ("ZB-H1", ("ZB-H2", "ZB-V"))]
+)
+def test_losses_do_not_depend_on_the_cut_to_the_last_bit(
+    first: str, others: tuple[str, ...]
+) -> None:
+    """Each microbatch adds to a gradient in the same order; so large that products are tiled."""
+    model = GptConfig(num_layers=4, width=192, num_heads=4, context=32)
+    expected = losses(num_ranks=1, schedule=first, model=model)
+    for name in others:
+        assert expected == losses(num_ranks=2, schedule=name, model=model)
 
 
 def test_other_number_of_microbatches_changes_only_the_order_of_additions(

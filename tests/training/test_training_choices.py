@@ -33,9 +33,23 @@ def test_schedule_in_a_file_knows_its_ranks_and_microbatches(tmp_path: Path) -> 
 
 
 def test_launcher_tells_how_many_ranks_there_are() -> None:
-    assert 3 == Choices().config({"WORLD_SIZE": "3"}).num_ranks
+    started = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+    assert 3 == Choices().config(started).num_ranks
     with pytest.raises(OptionError, match=r"--ranks is 2, but 3 were started\. Leave it out"):
-        Choices(ranks=2).config({"WORLD_SIZE": "3"})
+        Choices(ranks=2).config(started)
+    with pytest.raises(OptionError, match=r"WORLD_SIZE is 'all' in the environment\. Expected"):
+        Choices().config({**started, "WORLD_SIZE": "all"})
+
+
+def test_number_of_ranks_that_no_launcher_has_set_does_not_count() -> None:
+    assert 4 == Choices(ranks=4).config({"RANK": "0", "WORLD_SIZE": "1"}).num_ranks
+
+
+def test_recording_of_a_single_step_by_auto_is_rejected(tmp_path: Path) -> None:
+    record = str(tmp_path / "run.json")
+    check_run(Choices(schedule="auto", steps=2, record=record).config({}))
+    with pytest.raises(OptionError, match=r"--record is given for a single step by auto"):
+        check_run(Choices(schedule="auto", steps=1, record=record).config({}))
 
 
 def test_resumed_run_takes_what_is_left_out_from_its_checkpoint(tmp_path: Path) -> None:

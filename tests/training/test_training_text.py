@@ -1,4 +1,5 @@
 import string
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ def test_text_without_a_file_is_python_source_and_always_the_same() -> None:
     assert 4_000_000 == len(text.data)
     assert b"import " in text.data
     assert text == read_text("", context=8)
+
+
+def test_text_has_nothing_of_how_this_python_was_built() -> None:
+    """Machines with the same Python, in another folder or built otherwise, learn the same."""
+    data = read_text("", context=8).data
+    assert sysconfig.get_config_var("prefix").encode() + b"/lib" not in data
+    assert b"build_time_vars" not in data[:2_000_000]
 
 
 @pytest.mark.parametrize(("content", "size"), [(b"", 0), (b"abcd", 4)])

@@ -61,7 +61,7 @@ def root(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
 ) -> None:
-    """Pipeline-parallel training for PyTorch that leaves no bubbles.
+    """Pipeline-parallel training for PyTorch that runs full.
 
     "penstock COMMAND --help" tells of each command, with examples.
     """

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.cli.costs import Costs, StageCosts
-from penstock.ir import Forward, Placement, Schedule
-from penstock.passes import remove_comms
+from penstock.ir import Placement, Schedule
 from penstock.planner import Problem, lower_bound, search
 from penstock.planner.placements import default_placements
 from penstock.planner.problem import nothing_fits
@@ -65,7 +64,7 @@ class Comparison:
         return {placement: bound for placement, (_, bound) in self._bounds.items()}
 
     def add(self, name: str, schedule: Schedule) -> None:
-        if not _trains(schedule):
+        if not schedule.has_backward:
             self.left_out[name] = "has no backward"
             return
         problem, bound = self._bound(schedule.placement)
@@ -104,7 +103,7 @@ class Comparison:
             schedule = generator(
                 num_ranks=shape.p, num_microbatches=shape.m, stages_per_rank=shape.v
             )
-            if _trains(schedule):
+            if schedule.has_backward:
                 self.add(generator.name, schedule)
 
     def check_memory(self) -> None:
@@ -144,10 +143,6 @@ class Comparison:
             )
             self._bounds[placement] = problem, lower_bound(problem)
         return self._bounds[placement]
-
-
-def _trains(schedule: Schedule) -> bool:
-    return any(not isinstance(action, Forward) for action in remove_comms(schedule).orders[0])
 
 
 def _gap(time: float, bound: float) -> float:

@@ -1,6 +1,5 @@
 """What `--costs` and `--delay` say of the stages."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
@@ -9,10 +8,12 @@ from typing import TypeAlias
 
 from penstock.cli.amounts import to_times
 from penstock.cli.files import read_text
+from penstock.draw.panel import TimeUnit
 from penstock.errors import OptionError, PipelineError
 from penstock.ir import Placement
 from penstock.planner.placements import default_placements
 from penstock.sim import CostTable, Recording
+from penstock.sim.recording import holds_recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class ShareCosts:
     backward_input: float = 1.0
     backward_weight: float = 1.0
     delay: float = 0.0
+    time_unit: TimeUnit = ""
 
     def table(self, placement: Placement) -> CostTable:
         """The costs of the stages; a microbatch holds 1 on a rank."""
@@ -44,13 +46,13 @@ class StageCosts:
 
     source: str
     costs: CostTable
+    time_unit: TimeUnit
+    """Known of recordings alone."""
 
     @classmethod
-    def of(cls, source: str, costs: CostTable, delay: float | None) -> "StageCosts":
-        """With `delay` in place of the delays that are known, if it is given."""
-        if delay is not None:
-            costs = replace(costs, delay=(delay,) * (costs.num_stages - 1))
-        return cls(source, costs)
+    def of_recording(cls, source: str, recording: Recording, delay: float | None) -> "StageCosts":
+        """What was measured, in seconds."""
+        return cls(source, _with_delay(recording.costs(), delay), "s")
 
     def table(self, placement: Placement) -> CostTable:
         """The costs, if they are of as many stages as `placement` has."""
@@ -79,7 +81,7 @@ def read_costs(text: str | None, delay: float | None) -> Costs:
             f"--costs is {text!r}, which is neither a file nor three numbers. Expected the times "
             "of F, I and W, such as 1,1,0.5, or a file that CostTable.save wrote."
         )
-    return StageCosts.of(text, _load(text), delay)
+    return _load(text, delay)
 
 
 def choose_stages_per_rank(costs: Costs, num_ranks: int, wanted: int | None) -> int | None:
@@ -96,20 +98,19 @@ def choose_stages_per_rank(costs: Costs, num_ranks: int, wanted: int | None) -> 
     return count
 
 
-def _load(path: str) -> CostTable:
+def _load(path: str, delay: float | None) -> StageCosts:
     """From a file of costs, or of recorded steps."""
     text = read_text(path)
     try:
-        return (
-            Recording.from_json(text).costs() if is_recording(text) else CostTable.from_json(text)
-        )
+        if holds_recording(text):
+            return StageCosts.of_recording(path, Recording.from_json(text), delay)
+        return StageCosts(path, _with_delay(CostTable.from_json(text), delay), "")
     except PipelineError as exc:
         raise OptionError(f"{path} holds no costs that can be read: {exc}") from exc
 
 
-def is_recording(text: str) -> bool:
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and values.get("format") == "penstock recording"
+def _with_delay(costs: CostTable, delay: float | None) -> CostTable:
+    """The costs, with `delay` in place of the delays that are known, if it is given."""
+    if delay is None:
+        return costs
+    return replace(costs, delay=(delay,) * (costs.num_stages - 1))

@@ -36,7 +36,7 @@ def demo(
 
     It learns the source code of Python's own library on two processes of this machine. Both
     trainings start from the same weights and see the same batches, so they learn the same: what
-    differs is how long the processes wait for each other. This takes one to two minutes.
+    differs is how long the processes wait for each other. This takes about a minute.
 
     \b
     penstock demo

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.cli.costs import Costs, StageCosts, is_recording, read_costs
+from penstock.cli.costs import Costs, StageCosts, read_costs
 from penstock.cli.files import PIPE, read_text
 from penstock.errors import OptionError, PipelineError, ScheduleError
 from penstock.ir import Schedule
@@ -15,6 +15,7 @@ from penstock.planner.placements import describe
 from penstock.schedules import get
 from penstock.schedules.base import Generator
 from penstock.sim import Recording
+from penstock.sim.recording import holds_recording
 
 _NUM_RANKS, _NUM_MICROBATCHES = 4, 8  # If nothing says how many.
 
@@ -80,7 +81,7 @@ def choose_costs(given: Sequence[Given], text: str | None, delay: float | None) 
     """The costs of the options; or those of the first recording, so that all is like the real."""
     for one in given:
         if text is None and one.recording is not None:
-            return StageCosts.of(one.name, one.recording.costs(), delay)
+            return StageCosts.of_recording(one.name, one.recording, delay)
     return read_costs(text, delay)
 
 
@@ -89,7 +90,7 @@ def read_file(path: str) -> Given:
     text = read_text(path)
     where = "standard input" if path == PIPE else path
     try:
-        if is_recording(text):
+        if holds_recording(text):
             recording = Recording.from_json(text)
             return Given(where, recording.schedule, recording)
         schedule = Schedule.from_csv(text)

@@ -11,10 +11,9 @@ from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import CostsText, Delay, Microbatches, Ranks, StagesPerRank
 from penstock.cli.screen import console
 from penstock.draw import Panel, save
+from penstock.draw.output import PICTURES
 from penstock.errors import OptionError
 from penstock.sim import simulate
-
-_PICTURES = (".png", ".svg")
 
 
 def show(
@@ -64,7 +63,8 @@ def show(
     _check_dark(dark, output)
     given = read_schedules(names, ShapeOptions(ranks, microbatches, stages_per_rank))
     chosen = choose_costs(given, costs, delay)
-    is_in_seconds = any(one.recording for one in given)
+    # What stands beside a measured step is drawn on the same axis.
+    is_in_seconds = chosen.time_unit == "s" or any(one.recording for one in given)
     panels = [_panel(one, chosen, is_in_seconds) for one in given]
     if output in (None, PIPE):
         # rich is loaded for the terminal alone.
@@ -78,7 +78,7 @@ def show(
 
 
 def _check_dark(dark: bool, output: str | None) -> None:
-    if dark and (output is None or Path(output).suffix.lower() not in _PICTURES):
+    if dark and (output is None or Path(output).suffix.lower() not in PICTURES):
         raise OptionError(
             "--dark is for pictures. Give --output a file that ends in .svg or .png; a page "
             "follows the reader's own setting."

@@ -39,12 +39,11 @@ def simulate(
     """
     given = read_schedules(names, ShapeOptions(ranks, microbatches, stages_per_rank))
     chosen = choose_costs(given, costs, delay)
-    is_measured = costs is None and any(one.recording for one in given)
     panels = [
         Panel(
             one.name,
             run(one.schedule, chosen.table(one.schedule.placement), blocking=blocking),
-            time_unit="s" if is_measured else "",
+            time_unit=chosen.time_unit,
         )
         for one in given
     ]

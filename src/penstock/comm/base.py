@@ -9,6 +9,8 @@ from torch import Tensor
 from penstock.errors import AgreementError
 from penstock.ir import Rank
 
+BEGINNING = "to begin a first step with the same pipeline"
+
 Describe: TypeAlias = Callable[[], str]
 """Says what is waited for, if anyone has to be told; not called otherwise."""
 
@@ -32,8 +34,11 @@ class AbstractComm(ABC):
     num_ranks: int
 
     @abstractmethod
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank. All ranks must call it."""
+    def gather(self, value: Any, what: str = BEGINNING) -> list[Any]:
+        """Every rank's value, on every rank. All ranks must call it.
+
+        `what` is what they come together for, if anyone has to be told.
+        """
 
     @abstractmethod
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:

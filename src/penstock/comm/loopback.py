@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.comm.base import AbstractComm, Describe, Transfer
+from penstock.comm.base import BEGINNING, AbstractComm, Describe, Transfer
 from penstock.errors import CommError, StageError
 from penstock.ir import Rank
 from penstock.ir.inputs import Channel
@@ -191,7 +191,7 @@ class _LoopbackComm(AbstractComm):
         self._line = world.next_line(rank)
         self._num_gathers = 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = BEGINNING) -> list[Any]:
         values = self._line.gathered[self._num_gathers]
         self._num_gathers += 1
         values[self.rank] = value
@@ -199,7 +199,7 @@ class _LoopbackComm(AbstractComm):
             self.rank,
             self._line,
             lambda: len(values) == self.num_ranks,
-            lambda: "all ranks to begin their first step",
+            lambda: f"all ranks {what}",
         )
         return [values[rank] for rank in range(self.num_ranks)]
 

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from penstock.comm import shared_memory
 from penstock.comm.base import (
+    BEGINNING,
     AbstractComm,
     AbstractLink,
     Describe,
@@ -78,7 +79,7 @@ class ProcessGroupComm(AbstractComm):
                 raise
             raise self._explain(exc, "a connection to each other rank", 0.0) from exc
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = BEGINNING) -> list[Any]:
         """By way of the store: values are few and small, and their sizes differ."""
         number = len(self._gathered)
         keys = [f"gathered {number} from rank {rank}" for rank in range(self.num_ranks)]
@@ -91,7 +92,7 @@ class ProcessGroupComm(AbstractComm):
                 self._store.wait(keys, timedelta(seconds=left_s))
                 values = [pickle.loads(self._store.get(key)) for key in keys]
             except RuntimeError as exc:
-                awaited = f"{self._name_absent(keys)} to begin a first step with the same pipeline"
+                awaited = f"{self._name_absent(keys)} {what}"
                 raise self._explain(exc, awaited, self._timeout_s) from exc
             if not any(isinstance(x, str) and x == _GAVE_UP for x in values):
                 return values

@@ -22,23 +22,19 @@ def loss_curves(
     curves: Mapping[str, Sequence[float]],
     path: str | PathLike[str],
     *,
-    xlabel: str = "step",
-    ylabel: str = "loss",
     dark: bool = False,
 ) -> None:
     """Draws each curve under its name and writes an SVG or a PNG, as the suffix of `path` says.
 
-    Steps count from 0. Curves that coincide can both be seen.
+    Steps count from 1. Curves that coincide can both be seen.
     """
-    save(draw_curves(curves, xlabel=xlabel, ylabel=ylabel, dark=dark), path)
+    save(draw_curves(curves, dark=dark), path)
 
 
 @plain_style()
 def draw_curves(
     curves: Mapping[str, Sequence[float]],
     *,
-    xlabel: str = "step",
-    ylabel: str = "loss",
     dark: bool = False,
 ) -> "Figure":
     """The curves as a figure of matplotlib."""
@@ -50,7 +46,7 @@ def draw_curves(
     axes = figure.add_axes((0.08, 0.5 / height, 0.89, 2.7 / height), facecolor=colours.paper)
     for number, (name, values) in enumerate(curves.items()):
         axes.plot(
-            range(len(values)),
+            range(1, len(values) + 1),
             values,
             label=name,
             color=colours.curves[number % len(colours.curves)],
@@ -60,7 +56,7 @@ def draw_curves(
             dash_capstyle="butt",
             solid_capstyle="butt",
         )
-    _draw_frame(axes, colours, xlabel, ylabel)
+    _draw_frame(axes, colours)
     axes.legend(
         loc="lower right",  # Above the curves, so that it hides none.
         bbox_to_anchor=(1.0, 1.0),
@@ -83,7 +79,7 @@ def _check(curves: Mapping[str, Sequence[float]]) -> None:
             raise DrawError(f"The curve {name!r} has no values. Expected one for each step.")
 
 
-def _draw_frame(axes: "Axes", colours: Page, xlabel: str, ylabel: str) -> None:
+def _draw_frame(axes: "Axes", colours: Page) -> None:
     """Rules across the page and the names of the axes at their ends."""
     from matplotlib.ticker import MaxNLocator
 
@@ -96,5 +92,5 @@ def _draw_frame(axes: "Axes", colours: Page, xlabel: str, ylabel: str) -> None:
     axes.margins(x=0.01)
     axes.tick_params(color=colours.rule, labelcolor=colours.faint_ink, labelsize=8.5)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(xlabel, color=colours.ink, fontsize=9, loc="right")
-    axes.set_title(ylabel, color=colours.ink, fontsize=9, loc="left", pad=8)
+    axes.set_xlabel("step", color=colours.ink, fontsize=9, loc="right")
+    axes.set_title("loss", color=colours.ink, fontsize=9, loc="left", pad=8)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from penstock.draw.panel import Panel
+from penstock.draw.panel import Panel, check_panels
 from penstock.errors import DrawError
 
-_PICTURES = (".png", ".svg")
+PICTURES = (".png", ".svg")
 _SUFFIXES = {
     ".html": "a page",
     ".json": "a trace for Perfetto",
@@ -21,7 +21,7 @@ def show(panels: Sequence[Panel]) -> None:
     # What one drawing needs is not loaded for another: matplotlib takes a while.
     from penstock.draw.terminal import print_panels
 
-    _check(panels)
+    check_panels(panels)
     print_panels(panels)
 
 
@@ -30,7 +30,7 @@ def save(panels: Sequence[Panel], path: str | PathLike[str], *, dark: bool = Fal
 
     `dark` is for pictures; a page follows the reader's own setting.
     """
-    _check(panels)
+    check_panels(panels)
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
         known = ", ".join(f"{known} for {what}" for known, what in _SUFFIXES.items())
@@ -46,7 +46,7 @@ def save(panels: Sequence[Panel], path: str | PathLike[str], *, dark: bool = Fal
 
 
 def _write(panels: Sequence[Panel], path: Path, suffix: str, dark: bool) -> None:
-    if suffix in _PICTURES:
+    if suffix in PICTURES:
         from penstock.draw.picture import picture
 
         picture(panels, path, dark=dark)
@@ -58,8 +58,3 @@ def _write(panels: Sequence[Panel], path: Path, suffix: str, dark: bool) -> None
         from penstock.draw.trace import trace
 
         path.write_text(trace(panels), encoding="utf-8")
-
-
-def _check(panels: Sequence[Panel]) -> None:
-    if not panels:
-        raise DrawError("There is nothing to draw: panels is empty. Give at least one Panel.")

@@ -11,8 +11,7 @@ from string import Template
 from typing import TypedDict
 
 from penstock.draw.colours import TEXT, colour
-from penstock.draw.panel import Bar, Kind, MemoryUnit, Panel, TimeUnit, bars, kinds
-from penstock.errors import DrawError
+from penstock.draw.panel import Bar, Kind, MemoryUnit, Panel, TimeUnit, bars, check_panels, kinds
 from penstock.ir import Schedule
 from penstock.sim import Report
 
@@ -126,8 +125,7 @@ def page_script() -> str:
 
 def page_data(panels: Sequence[Panel]) -> PageData:
     """What the page draws; times are exact, numbers in words are those of every drawing."""
-    if not panels:
-        raise DrawError("There is no panel. Expected something to draw; give at least one Panel.")
+    check_panels(panels)
     found = {kind for panel in panels for report in _reports(panel) for kind in kinds(report)}
     schedules = [report.timeline.schedule for panel in panels for report in _reports(panel)]
     most = max(len(stages) for schedule in schedules for stages in _stages_by_rank(schedule))
@@ -185,9 +183,7 @@ def _facts(panel: Panel) -> list[FactData]:
 
 
 def _bubbles(report: Report) -> list[str]:
-    """Each rank's share of the makespan in which it does not compute."""
-    time = report.makespan
-    return [f"{rank.idle.total / time if time > 0 else 0.0:.1%}" for rank in report.ranks]
+    return [f"{report.bubble_of(rank):.1%}" for rank in range(len(report.ranks))]
 
 
 def _table(panel: Panel) -> TableData:

@@ -1,6 +1,6 @@
 """What is drawn: a timeline, simulated or measured, and what every kind of drawing says of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -114,6 +114,12 @@ class Panel:
             f"span {self.time(report.span)} (bubble {report.bubble_by_span:.1%}), "
             f"peak memory {self.memory(report.peak_memory)}"
         )
+
+
+def check_panels(panels: Sequence[Panel]) -> None:
+    """Raises if there is nothing to draw."""
+    if not panels:
+        raise DrawError("There is nothing to draw: panels is empty. Give at least one Panel.")
 
 
 def bars(report: Report, rank: Rank) -> Iterator[Bar]:

@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.draw.colours import colour
-from penstock.draw.panel import Kind, Panel, bars, kinds
+from penstock.draw.panel import Kind, Panel, bars, check_panels, kinds
 from penstock.draw.picture_lanes import (
     draw_labels,
     draw_lanes,
@@ -15,7 +15,6 @@ from penstock.draw.picture_lanes import (
     number_width,
 )
 from penstock.draw.picture_look import Page, new_figure, page, plain_style, save
-from penstock.errors import DrawError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,8 +96,7 @@ def picture(
 @plain_style()
 def draw_figure(panels: Sequence[Panel], *, memory: bool = True, dark: bool = False) -> "Figure":
     """The picture as a figure of matplotlib."""
-    if not panels:
-        raise DrawError("panels is empty. Expected at least one: pass a timeline to draw.")
+    check_panels(panels)
     limits = _time_limits(panels)
     width = _lanes_width(panels, limits)
     total = _LEFT + width + _BUBBLE + (_GAP + _MEMORY + _PEAK if memory else 0.12)

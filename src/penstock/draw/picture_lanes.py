@@ -40,12 +40,6 @@ class Lane(NamedTuple):
     def bottom(self) -> float:
         return self.top + self.height
 
-    @property
-    def bubble(self) -> float:
-        """The share of the makespan in which the rank does not compute."""
-        makespan = self.report.makespan
-        return self.report.ranks[self.rank].idle.total / makespan if makespan > 0 else 0.0
-
 
 def lanes(panel: Panel) -> list[Lane]:
     """The lanes from the top down. Where there are many ranks they are lower."""
@@ -116,7 +110,7 @@ def draw_labels(axes: "Axes", drawn: Sequence[Lane], colours: Page, *, right: fl
         axes.text(
             right,
             lane.middle,
-            f"{lane.bubble:.1%}",
+            f"{lane.report.bubble_of(lane.rank):.1%}",
             transform=across,
             ha="right",
             va="center_baseline",

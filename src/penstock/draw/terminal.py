@@ -131,11 +131,10 @@ def _rank_lines(drawn: _Drawn, layout: _Layout) -> Iterator[Text]:
     yield _row("", Text(axis(panel, scale), FAINT), layout, ("bubble", "peak"))
     for rank, lane in enumerate(drawn.lanes):
         found = report.ranks[rank]
-        bubble = found.idle.total / report.makespan if report.makespan else 0.0
         num_stages = len(report.timeline.schedule.placement.stages_of(rank))
         shown = runs(lane, scale)
         text = coloured(shown, num_stages=num_stages) if layout.colour else lettered(shown)
-        figures = (f"{bubble:.1%}", panel.memory(found.peak_memory))
+        figures = (f"{report.bubble_of(rank):.1%}", panel.memory(found.peak_memory))
         yield _row(f"rank {rank}", text, layout, figures)
         if drawn.beneath:
             shown = runs(drawn.beneath[rank], scale)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import COMM_TYPES, COMPUTE_TYPES, Action
+from penstock.ir.action import COMM_TYPES, COMPUTE_TYPES, Action, Forward, compute_parts
 from penstock.ir.footprint import Footprint
 from penstock.ir.placement import Placement
 from penstock.ir.text import format_csv, parse_csv
@@ -72,6 +72,16 @@ class Schedule:
         from penstock.passes.verify import verify
 
         verify(self, costs=costs, memory_cap=memory_cap)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether it trains, and is not for inference alone."""
+        return any(
+            not isinstance(part, Forward)
+            for order in self.orders
+            for action in order
+            for part in compute_parts(action)
+        )
 
     @property
     def num_ranks(self) -> int:

@@ -125,11 +125,7 @@ class Pipeline:
             self.num_microbatches = fixed.num_microbatches
             self._use(fixed)
             self._warn_of_compiled()
-            self._has_backward = self._has_backward and any(
-                not isinstance(part, Forward)
-                for action in fixed.orders[self._first.group_rank]
-                for part in compute_parts(action)
-            )
+            self._has_backward = self._has_backward and fixed.has_backward
         self._forms: dict[bool, dict[Key, Form]] = {True: {}, False: {}}
         self._comm: AbstractComm | None = None
         self._is_dynamic = False
@@ -200,6 +196,7 @@ class Pipeline:
         loss_kwargs: dict[str, Any] | None = None,
     ) -> list[Any] | None:
         """As `step`, for a batch that comes already cut; the outputs are not merged either."""
+        self._join_run()
         with self._failing_together():
             batch = Batch(
                 self._check_microbatches("args", args, tuple),
@@ -263,6 +260,7 @@ class Pipeline:
         loss_kwargs: dict[str, Any] | None,
     ) -> Any:
         args_spec, kwargs_spec, merge_spec = self._specs
+        self._join_run()
         with self._failing_together():
             args_split, kwargs_split = split_args_kwargs_into_chunks(
                 args if 0 in self.stages else (),
@@ -292,8 +290,6 @@ class Pipeline:
         keeps_outputs = return_outputs and self._holds_last
         pilot = self._pilot if has_backward else None
         meter = None if pilot is None else pilot.make_meter()
-        if (run := active_run()) is not None:
-            run.watch(self, self._start_recording)
         if meter is None and self._recorder is not None:
             meter = Meter(self._first.device)
         wire = Wire(self._comm, program, self._first.device, forms, meter)
@@ -329,6 +325,11 @@ class Pipeline:
             if following != self._schedule:
                 self._use(following)
         return [step.outputs[mb] for mb in sorted(step.outputs)] if keeps_outputs else None
+
+    def _join_run(self) -> None:
+        """Be recorded, if this step is in a block that records."""
+        if (run := active_run()) is not None:
+            run.watch(self, self._start_recording)
 
     def _start_recording(self) -> Callable[[], Recording]:
         """Record from here on; the function that is returned ends it, and gathers."""

@@ -143,7 +143,7 @@ class Wire:
         self._wait(key, [self._comm.recv(size, sender)])
         body = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
         self._wait(key, [self._comm.recv(body, sender)])
-        return Form.of_tree(pickle.loads(bytes(body.tolist())))
+        return Form.of_tree(pickle.loads(body.cpu().numpy().tobytes()))
 
     def _wait(self, key: Key, transfers: list[Transfer]) -> None:
         described = partial(self._describe_receive, key)

@@ -52,10 +52,10 @@ def _median_times(timelines: Sequence[Timeline]) -> _Times:
 def _delays(schedule: Schedule, timelines: Sequence[Timeline]) -> list[float]:
     """For each edge, the median delay of the messages that were waited for from the first.
 
-    Those in both directions count together, so that an error between two clocks cancels out.
+    It is the mean of both directions', so that an error between two clocks cancels out.
     """
     inputs = Inputs(schedule)
-    found: defaultdict[int, list[float]] = defaultdict(list)
+    found: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
     for timeline in timelines:
         made: dict[Input, float] = {}
         position = [0] * schedule.num_ranks
@@ -67,10 +67,13 @@ def _delays(schedule: Schedule, timelines: Sequence[Timeline]) -> list[float]:
             for key in filter(inputs.is_message, needed):
                 # If the rank came later than the message was made, the delay cannot be seen.
                 if made[key] >= was_free:
-                    ends = inputs.describe(key)
-                    found[min(ends.maker, ends.stage)].append(start - made[key])
+                    what = inputs.describe(key)
+                    edge = min(what.maker, what.stage)
+                    found[edge, what.is_gradient].append(start - made[key])
             made |= dict.fromkeys(delivered, end)
-    return [
-        max(0.0, statistics.median(found[edge])) if found[edge] else 0.0
-        for edge in range(schedule.num_stages - 1)
-    ]
+    delays = []
+    for edge in range(schedule.num_stages - 1):
+        ways = [found[edge, is_gradient] for is_gradient in (False, True)]
+        medians = [statistics.median(seen) for seen in ways if seen]
+        delays.append(max(0.0, statistics.fmean(medians)) if medians else 0.0)
+    return delays

@@ -32,7 +32,7 @@ class RecordedStep:
     """One step, its times in seconds since the first action on any rank began."""
 
     number: int
-    """How many steps the pipeline had run before it."""
+    """How many steps had been recorded before it, kept or not."""
     timeline: Timeline
     """Its schedule is what was run: compute only, and an overlap in its two halves."""
 
@@ -123,6 +123,15 @@ class Recording:
     def __repr__(self) -> str:
         count = f"{len(self.steps)} step{'' if len(self.steps) == 1 else 's'}"
         return f"Recording({count}, typical={self.typical()!r})"
+
+
+def holds_recording(text: str) -> bool:
+    """Whether a text is of the format of recordings, in whatever version and state."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and values.get("format") == _FORMAT.name
 
 
 def _list_of(values: dict[str, Any], name: str) -> list[Any]:

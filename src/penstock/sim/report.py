@@ -84,6 +84,10 @@ class Report:
     def bubble_by_span(self) -> float:
         return self._bubble(self.span)
 
+    def bubble_of(self, rank: Rank) -> float:
+        """The share of the makespan in which `rank` does not compute."""
+        return self.ranks[rank].idle.total / self.makespan if self.makespan > 0 else 0.0
+
     @property
     def peak_memory(self) -> float:
         """The most that any rank holds."""

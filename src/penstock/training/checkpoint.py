@@ -25,6 +25,8 @@ from penstock.errors import OptionError
 from penstock.stage import Group, PipelineStage
 from penstock.training.saved import Saved, complete, partial_folder, step_folder
 
+_SAVING = "to save the training"
+
 
 def save(
     folder: Path,
@@ -39,7 +41,7 @@ def save(
     if comm.rank == 0:
         shutil.rmtree(path, ignore_errors=True)  # What an earlier attempt may have left.
         path.mkdir(parents=True)
-    comm.gather(None)
+    comm.gather(None, _SAVING)
     try:
         with _quietly():
             _write(_state_of(stages, optimizer), path, comm, group)
@@ -79,11 +81,11 @@ def _write(state: dict[str, Tensor], path: Path, comm: AbstractComm, group: Grou
         state_dict_saver.save(state, checkpoint_id=path, process_group=group)
         return
     # Ranks that are threads see each other's tensors.
-    states = comm.gather(state)
+    states = comm.gather(state, _SAVING)
     if comm.rank == 0:
         whole = {name: tensor for part in states for name, tensor in part.items()}
         state_dict_saver.save(whole, checkpoint_id=path, no_dist=True)
-    comm.gather(None)  # Nobody may change them before they are written.
+    comm.gather(None, _SAVING)  # Nobody may change them before they are written.
 
 
 @contextmanager

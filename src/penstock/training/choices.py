@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.errors import OptionError
-from penstock.training.orders import choose_orders, is_file, read_schedule
+from penstock.training.launch import is_worker
+from penstock.training.orders import AUTO, choose_orders, is_file, read_schedule
 from penstock.training.saved import Saved, check_folder, check_same, find_latest
 from penstock.training.settings import SIZES, GptConfig, TrainConfig
 from penstock.training.text import Text, read_text
@@ -95,10 +96,18 @@ def check_run(config: TrainConfig) -> Text:
     text = read_text(config.text, context=config.model.context)
     if config.checkpoint:
         check_folder(config)
+    first = 0
     if config.resume:
-        check_same(find_latest(Path(config.checkpoint)), config, text)
+        saved = find_latest(Path(config.checkpoint))
+        check_same(saved, config, text)
+        first = saved.step
     if config.record:
         _check_record(Path(config.record))
+        if config.schedule.lower() == AUTO and config.steps - first < 2:
+            raise OptionError(
+                "--record is given for a single step by auto, in which memory is counted and "
+                "nothing is recorded. Run more --steps, or by another --schedule."
+            )
     return text
 
 
@@ -112,8 +121,13 @@ def _check_record(path: Path) -> None:
 
 
 def _num_ranks(given: int | None, env: Mapping[str, str], otherwise: int) -> int:
-    if "WORLD_SIZE" not in env:
+    if not is_worker(env):
         return _first(given, otherwise)
+    if not env["WORLD_SIZE"].isdecimal():
+        raise OptionError(
+            f"WORLD_SIZE is {env['WORLD_SIZE']!r} in the environment. Expected the number of "
+            "ranks that a launcher has started, or nothing."
+        )
     started = int(env["WORLD_SIZE"])
     if given not in (None, started):
         raise OptionError(

@@ -73,6 +73,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         except ChildFailedError as error:
             failed = [Failure(rank, f.pid, f.exitcode) for rank, f in error.failures.items()]
             return _tell(first_cause(failed), Path(folder))
+        _show_errors(0, Path(folder))  # Warnings, which all ranks may have.
         return 0
 
 
@@ -104,7 +105,12 @@ def _tell(failure: Failure, logs: Path) -> int:
             f"{signal.Signals(-failure.code).name}, so all others were ended too. If nobody did "
             "this, the machine may have run out of memory: train with a smaller batch or model."
         )
-    for path in logs.glob(f"*/attempt_0/{failure.rank}/stderr.log"):
+    _show_errors(failure.rank, logs)
+    return failure.code
+
+
+def _show_errors(rank: Rank, logs: Path) -> None:
+    """What a rank wrote to its standard error."""
+    for path in logs.glob(f"*/attempt_0/{rank}/stderr.log"):
         with path.open(errors="replace") as file:
             shutil.copyfileobj(file, sys.stderr)
-    return failure.code

@@ -6,7 +6,6 @@ from pathlib import Path
 from penstock import schedules
 from penstock.errors import OptionError, ScheduleError
 from penstock.ir import Placement, Schedule
-from penstock.ir.action import Forward, compute_parts
 from penstock.training.settings import TrainConfig
 
 AUTO = "auto"
@@ -92,11 +91,8 @@ def _read(config: TrainConfig) -> Schedule:
 
 
 def _check_trains(config: TrainConfig, schedule: Schedule) -> None:
-    for order in schedule.orders:
-        for action in order:
-            if any(not isinstance(part, Forward) for part in compute_parts(action)):
-                return
-    raise OptionError(
-        f"the schedule {config.schedule} has no backward, so nothing would be learned. "
-        "Let --schedule be another, such as ZB-V."
-    )
+    if not schedule.has_backward:
+        raise OptionError(
+            f"the schedule {config.schedule} has no backward, so nothing would be learned. "
+            "Give another, such as ZB-V."
+        )

@@ -5,16 +5,20 @@ machine may be slower in one minute than in the next; each is recorded.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from penstock.comm import AbstractComm
 from penstock.sim import Recording
 from penstock.stage import Group
 from penstock.training.settings import TrainConfig
 from penstock.training.text import Text
-from penstock.training.trainer import Run, StepDone, connected
+from penstock.training.trainer import Run, StepDone, connected, settled
+
+_TURN = "to take turns with the next schedule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,13 @@ class Contender:
 
     @property
     def step_s(self) -> float:
-        """The median, without the first step, in which the ranks find each other."""
-        return statistics.median(done.duration_s for done in self.steps[1:] or self.steps)
+        """The median."""
+        return statistics.median(done.duration_s for done in settled(self.steps))
 
     @property
     def tokens_per_s(self) -> float:
-        return statistics.median(done.tokens_per_s for done in self.steps[1:] or self.steps)
+        """The median."""
+        return statistics.median(done.tokens_per_s for done in settled(self.steps))
 
 
 def train_side_by_side(
@@ -57,8 +62,7 @@ def train_side_by_side(
         for number in range(1, configs[0].steps + 1):
             # Who follows whom may matter to caches: they swap places in every round.
             for place in _in_turn(len(runs), number):
-                comm.gather(None)  # So that no step has to wait for the end of another's.
-                done = runs[place].step(number)
+                done = _step_of_all(runs[place], number, comm)
                 if done is not None:
                     steps[place].append(done)
                     on_step(configs[place].schedule, done)
@@ -70,6 +74,19 @@ def train_side_by_side(
             for config, taken, recording in zip(configs, steps, recordings, strict=True)
             if recording is not None
         ]
+
+
+def _step_of_all(run: Run, number: int, comm: AbstractComm) -> StepDone | None:
+    """A step, timed from when all ranks can begin to when all have ended."""
+    comm.gather(None, _TURN)
+    began_s = time.perf_counter()
+    done = run.step(number)
+    comm.gather(None, _TURN)
+    if done is None:
+        return None
+    took_s = time.perf_counter() - began_s
+    tokens = done.tokens_per_s * done.duration_s
+    return replace(done, duration_s=took_s, tokens_per_s=tokens / took_s)
 
 
 def _in_turn(count: int, number: int) -> Sequence[int]:

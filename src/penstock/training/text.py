@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.errors import OptionError
 
 _MOST_BYTES = 4_000_000  # Of Python's library: enough for a demonstration, read in an instant.
+_OF_THIS_MACHINE = "_sysconfigdata"  # How this Python was built, and where.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
@@ -56,7 +57,7 @@ def _read_library() -> bytes:
     for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(set(folders) - _LEFT_OUT)
         for name in sorted(files):
-            if name.endswith(".py"):
+            if name.endswith(".py") and not name.startswith(_OF_THIS_MACHINE):
                 data += Path(folder, name).read_bytes()
         if len(data) >= _MOST_BYTES:
             break

@@ -46,12 +46,17 @@ class Trained:
     steps: tuple[StepDone, ...]
     """On rank 0; the other ranks do not know the losses."""
     schedule: Schedule
-    """What the last step ran."""
+    """What a next step would run."""
 
     @property
     def tokens_per_s(self) -> float:
-        """The median; the first step, which also connects the ranks, counts only if alone."""
-        return statistics.median(done.tokens_per_s for done in self.steps[1:] or self.steps)
+        """The median."""
+        return statistics.median(done.tokens_per_s for done in settled(self.steps))
+
+
+def settled(steps: Sequence[StepDone]) -> Sequence[StepDone]:
+    """Without the first, in which the ranks find each other; unless it is alone."""
+    return steps[1:] or steps
 
 
 def train(
@@ -72,7 +77,9 @@ def train(
             raise OptionError(
                 f"--ranks is {config.num_ranks}, but there are {comm.num_ranks}. Give that number."
             )
-        check_agreement(comm.gather({"the config": config, "the text": text.digest}))
+        check_agreement(
+            comm.gather({"the config": config, "the text": text.digest}, "to begin the training")
+        )
         run = Run(config, text, comm, group, torch.device(device))
         steps = []
         for number in range(run.first + 1, config.steps + 1):
@@ -94,7 +101,9 @@ def connected(group: Group, device: torch.device) -> Iterator[AbstractComm]:
         comm = ProcessGroupComm(group, device, DEFAULT_TIMEOUT_S)
     try:
         yield comm
-        comm.gather("done")  # Nobody leaves while another may still read from it.
+        comm.gather(
+            None, "to end the training"
+        )  # Nobody leaves while another may still read from it.
         comm.close()
     except BaseException as error:
         comm.fail(f"{type(error).__name__}: {error}")

@@ -38,7 +38,7 @@ def _choose_device() -> torch.device:
     """An accelerator of its own, if there is one for each rank of this machine; or the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if found is None or torch.accelerator.device_count() < num_here:
+    if found is None or found.type != "cuda" or torch.accelerator.device_count() < num_here:
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0"))
     torch.accelerator.set_device_index(index)
