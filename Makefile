@@ -21,7 +21,7 @@ check: $(READY) ## Check format, lint and types; run the tests that need one pro
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not dist"
+	$(BIN)/pytest -n auto -m "not dist"
 
 bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/split_backward/main.py

@@ -40,8 +40,6 @@ def test_curve_of_one_step_is_a_point() -> None:
 def test_axes_are_named() -> None:
     (axes,) = draw_curves({"1F1B": LOSSES}).axes
     assert ("step", "loss") == (axes.get_xlabel(), axes.get_title(loc="left"))
-    (axes,) = draw_curves({"1F1B": LOSSES}, xlabel="epoch", ylabel="perplexity").axes
-    assert ("epoch", "perplexity") == (axes.get_xlabel(), axes.get_title(loc="left"))
 
 
 @pytest.mark.parametrize(("dark", "paper"), [(False, "#ffffff"), (True, "#0d1117")])
