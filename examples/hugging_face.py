@@ -1,6 +1,6 @@
 """Shows: a Hugging Face model on two processes, cut between its blocks without a line changed.
 
-It computes its own loss, as models of transformers do that are given labels.
+It computes its own loss, as models of transformers do that are given labels. Needs transformers.
 Run it with: torchrun --standalone --nproc-per-node 2 examples/hugging_face.py
 """
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from command_line import run, run_process
 
-from penstock import CostTable, Placement, Schedule, schedules, search, simulate
+from penstock import CostTable, Placement, Recording, Schedule, schedules, search, simulate
 from penstock.planner import Problem, lower_bound
+from penstock.sim import RecordedStep
 
 
 def first_words(lines: list[str]) -> list[str]:
@@ -86,7 +87,7 @@ def test_compare_of_an_own_schedule_takes_its_shape(tmp_path: Path) -> None:
 
 def test_search_finds_prints_and_writes_the_best(tmp_path: Path) -> None:
     path = tmp_path / "best.csv"
-    args = ("-m", 4, "--costs", "1,1.2,0.8", "--memory", 3, "--effort", 0.01)
+    args = ("-m", 4, "--costs", "1,1.2,0.8", "--memory", 3, "--effort", 0.01, "-v", 1)
     ran = run_process("search", *args, "-o", path)
     costs = CostTable.uniform(4, backward_input=1.2, backward_weight=0.8)
     found = search(costs, 4, 4, memory=3, effort=0.01)
@@ -101,12 +102,29 @@ def test_search_finds_prints_and_writes_the_best(tmp_path: Path) -> None:
     ] == ran.lines[-3:]
 
 
+def test_search_of_several_numbers_of_stages_has_the_best_and_the_bound_of_all() -> None:
+    shape = ("search", "-m", 4, "--costs", "1,1.2,0.8", "--memory", 2, "--effort", 0.01, "--json")
+    one, two, both = (json.loads(run(*shape, *more).out) for more in (["-v", 1], ["-v", 2], []))
+    assert two["time"] < one["time"]
+    assert (two["time"], two["schedule"]) == (both["time"], both["schedule"])
+    assert min(one["lower_bound"], two["lower_bound"]) == both["lower_bound"]
+    assert one["tried"] + two["tried"] == both["tried"]
+
+
+def test_search_takes_what_fits_of_several_numbers_of_stages() -> None:
+    """One stage on each rank needs 1 of memory at least, two need half of that each."""
+    shape = ("search", "-p", 2, "-m", 2, "--effort", 0.01)
+    for memory in (0.4, 1):
+        found = run(*shape, "--memory", memory)
+        assert found.error.startswith("Nothing fits") if memory < 1 else found.lines
+
+
 def test_search_as_json_has_the_schedule_and_what_was_tried() -> None:
     ran = run("search", "-m", 4, "--clock", "span", "--json")
     facts = json.loads("\n".join(ran.lines))
     schedule = Schedule.from_csv(facts["schedule"])
     report = simulate(schedule)
-    assert ("span", report.span, 0.0, "linear") == (
+    assert ("span", report.span, 0.0, "loop, 2 per rank") == (
         facts["clock"],
         facts["time"],
         facts["gap"],
@@ -128,7 +146,8 @@ def test_search_prints_the_schedule_alone_into_a_pipe() -> None:
         (["--placement", "loop", "--placement", "v"], {"V, 2 per rank", "loop, 2 per rank"}),
         (["-v", "2"], {"V, 2 per rank", "loop, 2 per rank"}),
         (["--placement", "linear"], {"linear"}),
-        ([], {"linear"}),
+        (["--placement", "linear", "--placement", "v"], {"linear", "V, 2 per rank"}),
+        ([], {"linear", "V, 2 per rank", "loop, 2 per rank"}),
     ],
 )
 def test_search_tries_the_placements_that_are_asked_for(
@@ -155,3 +174,33 @@ def test_search_that_cannot_be_done_is_refused(args: list[str], expected: str) -
 def test_search_that_is_out_of_time_says_so() -> None:
     args = ("-p", 4, "-m", 8, "-v", 2, "--costs", "1,1.2,0.8", "--memory", 3)
     assert "stopped after" in run("search", *args, "--seconds", 1e-6).lines[-1]
+
+
+def record(path: Path, name: str) -> None:
+    schedule = schedules.get(name)(num_ranks=2, num_microbatches=4)
+    costs = CostTable.uniform(schedule.num_stages, stages_per_rank=2, forward=0.02, delay=0.001)
+    Recording((RecordedStep(0, simulate(schedule, costs).timeline),)).save(path)
+
+
+@pytest.mark.parametrize("command", ["compare", "search"])
+def test_recorded_costs_say_how_many_ranks_and_microbatches_there_are(
+    command: str, tmp_path: Path
+) -> None:
+    record(tmp_path / "run.json", "ZB-V")
+    lines = run(command, "--costs", tmp_path / "run.json").lines
+    assert "V, 2 per rank" in lines[1] or "loop, 2 per rank" in lines[1]
+    assert " ms " in lines[1] or " s " in lines[1]
+
+
+def test_schedule_with_other_stages_gets_its_share_of_what_each_rank_took(tmp_path: Path) -> None:
+    record(tmp_path / "run.json", "ZB-V")
+    ran = run("simulate", "1F1B", "--costs", tmp_path / "run.json", "-p", 2, "-m", 4, "--json")
+    costs = CostTable.uniform(2, forward=0.02, delay=0.001)
+    expected = simulate(schedules.get("1F1B")(num_ranks=2, num_microbatches=4), costs)
+    assert pytest.approx(expected.makespan) == json.loads(ran.out)[0]["makespan"]
+
+
+@pytest.mark.parametrize("command", [["compare"], ["search"], ["verify", "-"]])
+def test_bytes_of_memory_without_a_file_of_costs_are_refused(command: list[str]) -> None:
+    error = run(*command, "--memory", "8GiB").error
+    assert error.startswith("--memory is '8GiB', but without a file of costs nobody knows how many")

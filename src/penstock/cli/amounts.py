@@ -30,11 +30,16 @@ def to_amount(option: str, text: str) -> float:
     return float(number * _UNITS[match[2]])
 
 
-def to_caps(text: str | None) -> float | tuple[float, ...] | None:
+def to_caps(text: str | None, *, in_microbatches: bool) -> float | tuple[float, ...] | None:
     """What a rank may hold: one amount for all ranks, or one for each with commas between."""
     if text is None:
         return None
     caps = tuple(to_amount("--memory", part) for part in text.split(","))
+    if in_microbatches and any(part.strip()[-1:].isalpha() for part in text.split(",")):
+        raise OptionError(
+            f"--memory is {text!r}, but without a file of costs nobody knows how many bytes a "
+            "microbatch holds. Expected a number of microbatches, such as 4; or give --costs FILE."
+        )
     return caps[0] if len(caps) == 1 else caps
 
 

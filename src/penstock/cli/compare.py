@@ -6,7 +6,7 @@ import typer
 
 from penstock.cli.amounts import to_caps
 from penstock.cli.comparison import Comparison, Question
-from penstock.cli.costs import choose_stages_per_rank
+from penstock.cli.costs import ShareCosts, choose_stages_per_rank
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import (
     AsJson,
@@ -19,6 +19,7 @@ from penstock.cli.options import (
     StagesPerRank,
 )
 from penstock.cli.screen import print_json, print_table, sign_of_life
+from penstock.draw.panel import in_time
 from penstock.errors import OptionError
 from penstock.planner.placements import describe
 from penstock.schedules import REGISTRY
@@ -53,12 +54,13 @@ def compare(
     """
     shape = ShapeOptions(ranks, microbatches, None)
     given = read_schedules(files or [], shape)
-    numbers = shape.of(given[0].schedule if given else None)
+    chosen = choose_costs(given, costs, delay)
+    numbers = shape.of(given[0].schedule if given else chosen.schedule)
     for one in given:
         _check_same(one, *numbers)
-    chosen = choose_costs(given, costs, delay)
     count = choose_stages_per_rank(chosen, numbers[0], stages_per_rank)
-    comparison = Comparison(Question(chosen, *numbers, to_caps(memory), clock))
+    caps = to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
+    comparison = Comparison(Question(chosen, *numbers, caps, clock))
     for one in given:
         comparison.add(one.name, one.schedule)
     for generator in REGISTRY:
@@ -84,11 +86,12 @@ def _check_same(given: Given, num_ranks: int, num_microbatches: int) -> None:
 
 
 def _print(comparison: Comparison) -> None:
+    unit = comparison.question.costs.time_unit
     header = ["schedule", comparison.question.clock, "bubble", "peak memory", "gap", "placement"]
     rows = [
         [
             row.name,
-            f"{row.time:.5g}",
+            in_time(row.time, unit),
             f"{row.bubble:.2%}",
             f"{row.report.peak_memory:.5g}",
             "" if row.gap is None else f"{row.gap:.2%}",
@@ -102,7 +105,9 @@ def _print(comparison: Comparison) -> None:
         header.append("why not")
     rows = [row[: len(header)] for row in rows]
     print_table(header, rows, words=("schedule", "placement", "why not"))
-    bounds = [f"{bound:.5g} ({describe(where)})" for where, bound in comparison.bounds.items()]
+    bounds = [
+        f"{in_time(bound, unit)} ({describe(where)})" for where, bound in comparison.bounds.items()
+    ]
     print(f"No schedule is faster than {', '.join(bounds)}.")
 
 

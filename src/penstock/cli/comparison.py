@@ -94,7 +94,8 @@ class Comparison:
         question = self.question
         shape = Shape(question.num_ranks, question.num_microbatches, count)
         fewest = generator.min_microbatches(shape)
-        if isinstance(question.costs, StageCosts) and count != stages_per_rank:
+        is_fixed = isinstance(question.costs, StageCosts) and question.costs.schedule is None
+        if is_fixed and count != stages_per_rank:
             stages = "1 stage" if count == 1 else f"{count} stages"
             self.left_out[generator.name] = f"needs {stages} per rank"
         elif shape.m < fewest:

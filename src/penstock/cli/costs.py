@@ -1,16 +1,19 @@
 """What `--costs` and `--delay` say of the stages."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import TypeAlias
 
 from penstock.cli.amounts import to_times
 from penstock.cli.files import read_text
 from penstock.draw.panel import TimeUnit
 from penstock.errors import OptionError, PipelineError
-from penstock.ir import Placement
+from penstock.ir import Placement, Rank, Schedule
 from penstock.planner.placements import default_placements
 from penstock.sim import CostTable, Recording
 from penstock.sim.recording import holds_recording
@@ -25,6 +28,7 @@ class ShareCosts:
     backward_weight: float = 1.0
     delay: float = 0.0
     time_unit: TimeUnit = ""
+    schedule: None = None
 
     def table(self, placement: Placement) -> CostTable:
         """The costs of the stages; a microbatch holds 1 on a rank."""
@@ -47,16 +51,25 @@ class StageCosts:
     source: str
     costs: CostTable
     time_unit: TimeUnit
-    """Known of recordings alone."""
+    schedule: Schedule | None
+    """What was recorded, if they are from a recording."""
 
     @classmethod
     def of_recording(cls, source: str, recording: Recording, delay: float | None) -> "StageCosts":
         """What was measured, in seconds."""
-        return cls(source, _with_delay(recording.costs(), delay), "s")
+        costs = _with_delay(recording.costs(), delay)
+        return cls(source, costs, "s", recording.schedule)
 
     def table(self, placement: Placement) -> CostTable:
-        """The costs, if they are of as many stages as `placement` has."""
+        """The costs, if they are of as many stages as `placement` has.
+
+        Those that were recorded are known by rank too: with another number of stages, each has an
+        equal part of what its rank took.
+        """
         if placement.num_stages != self.costs.num_stages:
+            recorded = None if self.schedule is None else self.schedule.placement
+            if recorded is not None and recorded.num_ranks == placement.num_ranks:
+                return _spread(self.costs, recorded, placement)
             raise OptionError(
                 f"{self.source} has the costs of {self.costs.num_stages} stages, but "
                 f"{placement.num_stages} are needed. Give costs for each stage, or a schedule "
@@ -104,7 +117,7 @@ def _load(path: str, delay: float | None) -> StageCosts:
     try:
         if holds_recording(text):
             return StageCosts.of_recording(path, Recording.from_json(text), delay)
-        return StageCosts(path, _with_delay(CostTable.from_json(text), delay), "")
+        return StageCosts(path, _with_delay(CostTable.from_json(text), delay), "", None)
     except PipelineError as exc:
         raise OptionError(f"{path} holds no costs that can be read: {exc}") from exc
 
@@ -114,3 +127,29 @@ def _with_delay(costs: CostTable, delay: float | None) -> CostTable:
     if delay is None:
         return costs
     return replace(costs, delay=(delay,) * (costs.num_stages - 1))
+
+
+def _spread(costs: CostTable, recorded: Placement, placement: Placement) -> CostTable:
+    """The costs by rank, in equal parts for the stages that a rank has in another placement."""
+    counts = Counter(placement.ranks)
+
+    def spread(values: Sequence[float]) -> list[float]:
+        totals: defaultdict[Rank, float] = defaultdict(float)
+        for rank, value in zip(recorded.ranks, values, strict=True):
+            totals[rank] += value
+        return [totals[rank] / counts[rank] for rank in placement.ranks]
+
+    between_ranks = [
+        delay
+        for delay, ends in zip(costs.delay, pairwise(recorded.ranks), strict=True)
+        if ends[0] != ends[1]
+    ]
+    return CostTable(
+        forward=spread(costs.forward),
+        backward_input=spread(costs.backward_input),
+        backward_weight=spread(costs.backward_weight),
+        backward=spread(costs.backward),
+        after_forward=spread(costs.after_forward),
+        after_input=spread(costs.after_input),
+        delay=fmean(between_ranks) if between_ranks else 0.0,
+    )

@@ -147,3 +147,8 @@ def _print_bubbles(contenders: Sequence[Contender]) -> None:
     ]
     header = ("schedule", "step", "tokens/s", "bubble", "simulated", "speed")
     print_table(header, rows, words=("schedule",))
+    if figures[1]["step_s"] > figures[0]["step_s"]:
+        print(
+            f"{figures[1]['schedule']} was slower here. Each process needs a core of its own: what "
+            "else runs takes it away, and the bubble is then filled with waiting for the core."
+        )

@@ -15,7 +15,6 @@ from penstock.planner.placements import describe
 from penstock.schedules import get
 from penstock.schedules.base import Generator
 from penstock.sim import Recording
-from penstock.sim.recording import holds_recording
 
 _NUM_RANKS, _NUM_MICROBATCHES = 4, 8  # If nothing says how many.
 
@@ -90,7 +89,7 @@ def read_file(path: str) -> Given:
     text = read_text(path)
     where = "standard input" if path == PIPE else path
     try:
-        if holds_recording(text):
+        if text.lstrip().startswith("{"):
             recording = Recording.from_json(text)
             return Given(where, recording.schedule, recording)
         schedule = Schedule.from_csv(text)

@@ -29,8 +29,8 @@ CostsText: TypeAlias = Annotated[
     typer.Option(
         "--costs",
         metavar="F,I,W|FILE",
-        help="Times of a rank's forward, input and weight backward, 1,1,1 if not given; or a file "
-        "by CostTable.save; or a recording.",
+        help="Times of a rank's forward, input and weight backward, in any unit, 1,1,1 if not "
+        "given; or a file by CostTable.save; or a recording.",
     ),
 ]
 Delay: TypeAlias = Annotated[

@@ -10,7 +10,7 @@ from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.options import AsJson, Output
 from penstock.cli.screen import print_json, print_table, sign_of_life
 from penstock.cli.user_code import errors_in_one_line, load_function
-from penstock.draw.panel import Panel, TimeUnit
+from penstock.draw.panel import TimeUnit, in_memory, in_time
 from penstock.errors import OptionError
 from penstock.planner.placements import describe
 
@@ -144,8 +144,6 @@ def _check_made(name: str, made: Any) -> tuple["nn.Module", tuple[Any, ...], dic
 
 
 def _print(found: "Plan", unit: TimeUnit) -> None:
-    # A panel knows how times and bytes are told.
-    tell = Panel("", found.best.result.report, time_unit=unit, memory_unit="bytes")
     header = ("schedule", "placement", "microbatches", "size", "time", "bubble", "memory", "gap")
     rows = [
         (
@@ -153,9 +151,9 @@ def _print(found: "Plan", unit: TimeUnit) -> None:
             describe(row.placement),
             str(row.num_microbatches),
             str(row.mb_size),
-            tell.time(row.time),
+            in_time(row.time, unit),
             f"{row.bubble:.2%}",
-            tell.memory(max(row.memory)),
+            in_memory(max(row.memory), "bytes"),
             f"{row.gap:.2%}",
         )
         for row in found.rows
@@ -164,7 +162,7 @@ def _print(found: "Plan", unit: TimeUnit) -> None:
     stopped = "" if found.is_complete else ", stopped by its time budget"
     print(
         f"No schedule for any of the {found.num_considered} choices is faster than "
-        f"{tell.time(found.lower_bound)}: gap {found.gap:.2%}{stopped}."
+        f"{in_time(found.lower_bound, unit)}: gap {found.gap:.2%}{stopped}."
     )
     print(f"The best cuts before {', '.join(found.best.cut_points) or 'nothing'}.")
     for choice in found.left_out:

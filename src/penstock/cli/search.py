@@ -1,13 +1,14 @@
 """`penstock search`: the schedule made for given costs and memory."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from penstock.cli.amounts import to_caps
-from penstock.cli.costs import Costs, choose_stages_per_rank, read_costs
+from penstock.cli.costs import Costs, ShareCosts, choose_stages_per_rank, read_costs
 from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.given import ShapeOptions
 from penstock.cli.options import (
@@ -21,7 +22,8 @@ from penstock.cli.options import (
     Ranks,
 )
 from penstock.cli.screen import print_json, print_table, sign_of_life
-from penstock.errors import OptionError
+from penstock.draw.panel import TimeUnit, in_time
+from penstock.errors import OptionError, ScheduleError
 from penstock.ir import Placement
 from penstock.planner import SearchResult
 from penstock.planner import search as find
@@ -46,8 +48,8 @@ def search(
             "-v",
             metavar="N",
             min=1,
-            help="How many stages a rank has; 1 if not given, 2 in a loop or V. A file of costs "
-            "says it by itself.",
+            help="How many stages a rank has; both 1 and 2 are tried if not given. A file of "
+            "costs says it by itself.",
         ),
     ] = None,
     costs: CostsText = None,
@@ -55,7 +57,7 @@ def search(
     memory: Memory = None,
     placement: Annotated[
         list[PlacementName] | None,
-        typer.Option("--placement", help="How stages are placed on ranks; may be repeated."),
+        typer.Option("--placement", help="How stages are placed on ranks; all if not given."),
     ] = None,
     clock: ClockName = "makespan",
     seconds: Annotated[
@@ -80,60 +82,91 @@ def search(
     if as_json and output == PIPE:
         raise OptionError("--json and --output - would both print. Give one of them.")
     check_output(output, inputs=[] if costs is None else [costs])
-    num_ranks, num_microbatches = ShapeOptions(ranks, microbatches, None).of()
     chosen = read_costs(costs, delay)
-    placements = _placements(chosen, num_ranks, stages_per_rank, placement or [])
+    num_ranks, num_microbatches = ShapeOptions(ranks, microbatches, None).of(chosen.schedule)
+    groups = _placements(chosen, num_ranks, stages_per_rank, placement or [])
+    caps = to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
     with sign_of_life("Searching"):
-        found = find(
-            chosen.table(placements[0]),
-            num_ranks,
-            num_microbatches,
-            memory=to_caps(memory),
-            placements=placements,
-            clock=clock,
-            seconds=seconds,
-            effort=effort,
+        found = find_best(
+            lambda placements: find(
+                chosen.table(placements[0]),
+                num_ranks,
+                num_microbatches,
+                memory=caps,
+                placements=placements,
+                clock=clock,
+                seconds=seconds / len(groups),
+                effort=effort,
+            ),
+            groups,
         )
     if output is not None:
         write_text(output, found.schedule.to_csv())
     if as_json:
         print_json(_facts(found))
     elif output != PIPE:
-        _print(found)
+        _print(found, chosen.time_unit)
         if output is not None:
             print(f"wrote {output}")
 
 
+def find_best(
+    find_one: Callable[[list[Placement]], SearchResult], groups: Sequence[list[Placement]]
+) -> SearchResult:
+    """The best over groups of placements, each searched by itself; the bound is that of all."""
+    found: list[SearchResult] = []
+    failures: list[ScheduleError] = []
+    for placements in groups:
+        try:
+            found.append(find_one(placements))
+        except ScheduleError as error:  # Nothing with these placements fits.
+            failures.append(error)
+    if not found:
+        raise failures[0]
+    return replace(
+        min(found, key=lambda one: one.time),
+        lower_bound=min(one.lower_bound for one in found),
+        tried=tuple(tried for one in found for tried in one.tried),
+        seconds=sum(one.seconds for one in found),
+        is_complete=all(one.is_complete for one in found),
+    )
+
+
 def _placements(
     costs: Costs, num_ranks: int, stages_per_rank: int | None, names: Collection[PlacementName]
-) -> list[Placement]:
-    """Those to choose from; all have as many stages."""
-    is_folded = any(name is not PlacementName.LINEAR for name in names)
-    count = choose_stages_per_rank(costs, num_ranks, stages_per_rank) or (2 if is_folded else 1)
-    if PlacementName.LINEAR in names and count > 1:
+) -> list[list[Placement]]:
+    """Those to choose from; the ones of a list have as many stages."""
+    count = choose_stages_per_rank(costs, num_ranks, stages_per_rank)
+    if count is not None and count > 1 and PlacementName.LINEAR in names:
         raise OptionError(
             f"--placement is linear, but each rank has {count} stages. Use loop or v, or one "
             "stage for each rank."
         )
+    usual = {1 if name is PlacementName.LINEAR else 2 for name in names} or {1, 2}
     return [
-        placement
-        for placement in default_placements(num_ranks * count, num_ranks)
-        if not names or any(placement == _make(name, num_ranks, count) for name in names)
+        [
+            placement
+            for placement in default_placements(num_ranks * count, num_ranks)
+            if not names or placement in [_make(name, num_ranks, count) for name in names]
+        ]
+        for count in (sorted(usual) if count is None else [count])
     ]
 
 
 def _make(name: PlacementName, num_ranks: int, count: int) -> Placement:
+    if name is PlacementName.LINEAR:
+        return Placement.linear(num_ranks)
     make = Placement.v if name is PlacementName.V else Placement.loop
     return make(num_ranks, stages_per_rank=count)
 
 
-def _print(found: SearchResult) -> None:
+def _print(found: SearchResult, unit: TimeUnit) -> None:
     header = ("tried", "placement", found.clock, "memory", "fits", "of")
     rows = [
         (
             tried.name,
             tried.placement,
-            f"{tried.time:.5g}",
+            in_time(tried.time, unit),
             f"{tried.peak_memory:.5g}",
             "yes" if tried.fits else "no",
             str(tried.count),
@@ -145,10 +178,10 @@ def _print(found: SearchResult) -> None:
     bubble = report.bubble_by_makespan if found.clock == "makespan" else report.bubble_by_span
     stopped = "" if found.is_complete else f", stopped after {found.seconds:.1f} s"
     print(
-        f"best: {found.clock} {found.time:.5g}, bubble {bubble:.2%}, peak memory "
+        f"best: {found.clock} {in_time(found.time, unit)}, bubble {bubble:.2%}, peak memory "
         f"{report.peak_memory:.5g}, {describe(found.schedule.placement)}"
     )
-    print(f"bound: {found.lower_bound:.5g}, gap {found.gap:.2%}{stopped}")
+    print(f"bound: {in_time(found.lower_bound, unit)}, gap {found.gap:.2%}{stopped}")
 
 
 def _facts(found: SearchResult) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.amounts import to_caps
-from penstock.cli.costs import Costs, read_costs
+from penstock.cli.costs import Costs, ShareCosts, read_costs
 from penstock.cli.given import Given, describe_shape, read_file
 from penstock.cli.options import CostsText, Memory
 from penstock.errors import PipelineError, ScheduleError
@@ -30,7 +30,8 @@ def verify(
     penstock verify schedules/*.csv --memory 4
     penstock convert ZB-V | penstock verify -
     """
-    caps, chosen = to_caps(memory), read_costs(costs, None)
+    chosen = read_costs(costs, None)
+    caps = to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
     failed: PipelineError | None = None
     for path in files:
         try:

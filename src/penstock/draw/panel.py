@@ -89,21 +89,11 @@ class Panel:
 
     def time(self, value: float) -> str:
         """A time in words."""
-        if self.time_unit == "":
-            return f"{value:.5g}"
-        for factor, name in ((1.0, "s"), (1e3, "ms")):
-            if value * factor >= 1 or value == 0:
-                return f"{value * factor:.4g} {name}"
-        return f"{value * 1e6:.4g} µs"
+        return in_time(value, self.time_unit)
 
     def memory(self, value: float) -> str:
         """An amount of memory in words."""
-        if self.memory_unit == "":
-            return f"{value:.5g}"
-        for exponent, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-            if value >= 1024**exponent:
-                return f"{value / 1024**exponent:.4g} {name}"
-        return f"{value:.4g} B"
+        return in_memory(value, self.memory_unit)
 
     @property
     def facts(self) -> str:
@@ -114,6 +104,26 @@ class Panel:
             f"span {self.time(report.span)} (bubble {report.bubble_by_span:.1%}), "
             f"peak memory {self.memory(report.peak_memory)}"
         )
+
+
+def in_time(value: float, unit: TimeUnit) -> str:
+    """A time in words."""
+    if unit == "":
+        return f"{value:.5g}"
+    for factor, name in ((1.0, "s"), (1e3, "ms")):
+        if value * factor >= 1 or value == 0:
+            return f"{value * factor:.4g} {name}"
+    return f"{value * 1e6:.4g} µs"
+
+
+def in_memory(value: float, unit: MemoryUnit) -> str:
+    """An amount of memory in words."""
+    if unit == "":
+        return f"{value:.5g}"
+    for exponent, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if value >= 1024**exponent:
+            return f"{value / 1024**exponent:.4g} {name}"
+    return f"{value:.4g} B"
 
 
 def check_panels(panels: Sequence[Panel]) -> None:

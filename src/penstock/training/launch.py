@@ -49,7 +49,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # What the launcher would log is told in one line.
     _set_defaults()
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         config = LaunchConfig(
