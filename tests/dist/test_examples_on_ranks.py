@@ -72,4 +72,6 @@ def test_script_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
     readme = (EXAMPLES.parent / "README.md").read_text()
     [block] = re.findall(r"```python\n([^`]*init_process_group[^`]*)```", readme)
     (tmp_path / "script.py").write_text(block)
-    assert "" == launch(tmp_path / "script.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", launch(tmp_path / "script.py"))]
+    assert 3 == len(losses)
+    assert losses[-1] < losses[0]
