@@ -193,3 +193,40 @@ def test_interrupt_is_told_in_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("penstock.cli.verify.read_file", be_interrupted)
     assert (130, "", "interrupted\n") == run("verify", "any.csv")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["simulate", "1F1B", "-m", "1000000000"], "--ranks is 4 and --microbatches 1000000000."),
+        (["show", "1F1B", "-p", "100000"], "--ranks is 100000 and --microbatches 8."),
+        (["compare", "-p", "100000"], "--ranks is 100000 and --microbatches 8."),
+        (["train", "-p", "100000000"], "--ranks is 100000000 and --microbatches 8."),
+        (["show", "1F1B", "--costs", "1e308,1,1"], "--costs is 1e308,1,1. Expected times that are"),
+        (["show", "1F1B", "--delay", "1e308"], "Invalid value for '--delay'"),
+        (["show", "1F1B", "--width", "1000000000"], "Invalid value for '--width'"),
+    ],
+)
+def test_numbers_that_nobody_could_wait_for_are_refused(args: list[str], expected: str) -> None:
+    assert run(*args).error.startswith(expected)
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), OverflowError("too large")])
+def test_numbers_that_are_too_large_all_the_same_are_told_in_one_line(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str) -> None:
+        raise failure
+
+    monkeypatch.setattr("penstock.cli.verify.read_file", fail)
+    assert run("verify", "any.csv").error.startswith("the numbers are too large (")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-"])
+def test_closed_stream_is_no_error(closed: str) -> None:
+    script = f"{PROGRAM} list {closed}; ({PROGRAM} show nosuch {closed}); echo $?"
+    done = subprocess.run(
+        ["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "1" == done.stdout.splitlines()[-1]

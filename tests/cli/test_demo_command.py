@@ -24,6 +24,7 @@ from penstock.training.trainer import StepDone
         (["--schedule", "ZBV2"], "There is no schedule named 'ZBV2'. Did you mean ZB-V?"),
         (["--schedule", "auto"], "--schedule is auto, but 1F1B is compared with a schedule that"),
         (["--schedule", "1f1b"], "--schedule is 1f1b, but 1F1B is compared with a schedule that"),
+        (["--schedule", "Schedule1F1B"], "--schedule is Schedule1F1B, but 1F1B is compared with"),
         (["--steps", "0"], "--steps is 0. Expected a whole number, at least 1."),
         (["--ranks", "-1"], "--ranks is -1. Expected a whole number, at least 1."),
         (["--microbatches", "0"], "--microbatches is 0. Expected a whole number, at least 1."),

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from command_line import run
 
-from penstock import CostTable, schedules
+from penstock import CostTable, Recording, schedules, simulate
+from penstock.sim import RecordedStep
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +61,8 @@ def test_file_is_read_alike_by_every_command(command: str) -> None:
         ("1,1", "--costs is '1,1', which is neither a file nor three numbers."),
         ("1,one,1", "--costs is '1,one,1', which is neither a file nor three numbers."),
         ("missing.json", "--costs is 'missing.json', which is neither a file nor"),
-        ("-1,1,1", "--costs is -1,1,1. Expected times that are not negative."),
-        ("inf,1,1", "--costs is inf,1,1. Expected times that are not negative."),
+        ("-1,1,1", "--costs is -1,1,1. Expected times that are not negative, up to 1e+15."),
+        ("inf,1,1", "--costs is inf,1,1. Expected times that are not negative, up to 1e+15."),
         ("costs3.json", "costs3.json has the costs of 3 stages, but 4 are needed."),
         ("good.csv", "good.csv holds no costs that can be read: The text is no JSON"),
         ("table.json", "table.json holds no costs that can be read: The text is of the format"),
@@ -165,3 +166,11 @@ def test_comparison_of_different_numbers_of_ranks_is_refused() -> None:
 def test_file_without_a_backward_is_left_out_of_a_comparison() -> None:
     lines = run("compare", "inference.csv", "--no-search").lines
     assert ["inference.csv", "has", "no", "backward"] in [line.split() for line in lines]
+
+
+def test_times_without_unit_are_refused_beside_a_recording(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    schedule = schedules.get("1F1B")(num_ranks=2, num_microbatches=2)
+    Recording((RecordedStep(0, simulate(schedule).timeline),)).save(path)
+    error = run("show", path, "--costs", "1,1,1").error
+    assert error.startswith(f"--costs is 1,1,1, but {path} was measured in seconds")

@@ -75,5 +75,5 @@ def test_ranks_that_do_not_all_gather_are_stopped_and_told_what_they_waited_for(
     pool: WorkerPool,
 ) -> None:
     alone, other = pool.run(2, _record_on_one_rank)
-    assert "the clock of rank 1, for the recording that all ranks gather" in alone
+    assert "rank 1 to gather the recording" in alone
     assert "no error" != other

@@ -203,9 +203,7 @@ def test_page_asks_nothing_from_outside() -> None:
     assert "default-src 'none'" in text
 
 
-@pytest.mark.parametrize(
-    "hostile", [HOSTILE, "<!--", "]]>", "$data ${script} \\u003c", "\u2028 é 漢"]
-)
+@pytest.mark.parametrize("hostile", [HOSTILE, "<!--", "]]>", "$data ${script} \\u003c", "é 漢"])
 def test_hostile_titles_stay_text(hostile: str) -> None:
     plain, attacked = page([panel(title="plain")]), page([panel(title=hostile)], title=hostile)
     reader = Reader(attacked)

@@ -142,3 +142,8 @@ def test_panel_of_a_recording_has_the_measured_step_over_the_simulated_one() -> 
     assert report.makespan == pytest.approx(drawn.beneath.makespan)
     in_bytes = Panel.of_recording("run", recording, report.costs)
     assert "bytes" == in_bytes.memory_unit
+
+
+def test_title_has_only_what_can_be_printed() -> None:
+    drawn = Panel("a\n\x1b[1m\udcffb", panel("1F1B").report)
+    assert "a\ufffd\ufffd[1m\ufffdb" == drawn.title

@@ -1,5 +1,6 @@
 """Recording the steps of a pipeline, on ranks of this process."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -80,7 +81,48 @@ def test_block_records_what_is_stepped_in_it_alone() -> None:
     assert 4 * 4 == evaluated.num_actions
 
 
-def test_block_in_a_pipeline_that_records_leaves_its_own_steps_alone() -> None:
+def test_broken_block_leaves_the_pipeline_as_it_was() -> None:
+    def main(pipeline: Pipeline) -> int:
+        step(pipeline)
+        with contextlib.suppress(ZeroDivisionError), penstock.record():
+            step(pipeline)
+            raise ZeroDivisionError
+        with pytest.raises(RecordError, match="this pipeline records nothing"):
+            pipeline.recording()
+        with penstock.record() as run:
+            step(pipeline)
+        return len(run.recording.steps)
+
+    assert [1] * 2 == run_locally(mlp(), FOUR_STAGES["ZB-V"], main, loss_fn=mean_square)
+
+
+def test_blocks_within_each_other_record_each_all_of_its_steps() -> None:
+    def main(pipeline: Pipeline) -> tuple[int, int]:
+        with penstock.record() as outer:
+            step(pipeline)
+            with penstock.record() as inner:
+                step(pipeline)
+            step(pipeline)
+        return len(outer.recording.steps), len(inner.recording.steps)
+
+    assert [(3, 1)] * 2 == run_locally(mlp(), FOUR_STAGES["ZB-V"], main, loss_fn=mean_square)
+
+
+def test_ranks_that_recorded_different_steps_are_told_so() -> None:
+    def main(pipeline: Pipeline) -> None:
+        step(pipeline)
+        is_first = 0 in pipeline.stages
+        with penstock.record() if is_first else contextlib.nullcontext():
+            step(pipeline)
+            with contextlib.nullcontext() if is_first else penstock.record():
+                step(pipeline)
+
+    disagree = r"disagree on which steps were recorded \(rank 0: \[0, 1\]; rank 1: \[0\]\)"
+    with pytest.raises(AgreementError, match=disagree):
+        run_locally(mlp(), FOUR_STAGES["ZB-V"], main, loss_fn=mean_square)
+
+
+def test_block_in_a_pipeline_that_records_is_part_of_its_own_recording() -> None:
     def main(pipeline: Pipeline) -> list[int]:
         step(pipeline)
         with penstock.record() as run:
@@ -88,7 +130,7 @@ def test_block_in_a_pipeline_that_records_leaves_its_own_steps_alone() -> None:
             step(pipeline)
         return [len(run.recording.steps), len(pipeline.recording().steps)]
 
-    assert [[2, 1]] * 2 == run_locally(
+    assert [[2, 3]] * 2 == run_locally(
         mlp(), FOUR_STAGES["ZB-V"], main, loss_fn=mean_square, record=True
     )
 

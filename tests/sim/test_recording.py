@@ -155,6 +155,7 @@ def spoil(path: list[Any], value: Any) -> str:
         (["steps", 0, "starts"], [[0]], r"steps\[0\] has not one start and one end for each"),
         (["steps", 0, "ends", 1], 4, r"steps\[0\] has not one start and one end for each"),
         (["steps", 0, "ends", 1, 0], "1", r"steps\[0\] has not one start and one end for each"),
+        (["steps", 0, "ends", 1, 0], 10**400, r"steps\[0\] has not one start and one end"),
         (["steps", 0, "ends", 1, 0], float("nan"), r"steps\[0\] has not one start and one end"),
         (["steps", 0, "starts", 2, 0], -1, r"steps\[0\]: times of rank 2 go backwards"),
         (["steps", 0, "ends", 1, 0], 1000, r"steps\[0\]: times of rank 1 go backwards"),

@@ -11,7 +11,8 @@ from penstock.training.launch import STOPPED_BY_ANOTHER, Failure, first_cause, i
     ("names", "expected"),
     [
         ((), False),
-        (("RANK", "WORLD_SIZE", "MASTER_ADDR"), True),
+        (("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), True),
+        (("RANK", "WORLD_SIZE", "MASTER_ADDR"), False),
         (("RANK", "WORLD_SIZE"), False),  # Some machines set these for all that runs on them.
         (("WORLD_SIZE", "MASTER_ADDR"), False),
     ],

@@ -99,3 +99,17 @@ def test_checkpoint_without_what_it_was_made_with_is_rejected(
         (tmp_path / "step-000002" / "training.json").write_text(text)
     with pytest.raises(OptionError, match=r"training\.json does not say .*Remove"):
         find_latest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", "x"), ("seed", None), ("step", "2"), ("text", 5), ("step", 1)]
+)
+def test_checkpoint_with_values_that_no_run_has_is_rejected(
+    two_steps: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "step-000002" / "training.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    told = f"does not say what the checkpoint was made with: .*{name} is {value!r}"
+    with pytest.raises(OptionError, match=told):
+        find_latest(tmp_path)

@@ -33,7 +33,7 @@ def test_schedule_in_a_file_knows_its_ranks_and_microbatches(tmp_path: Path) -> 
 
 
 def test_launcher_tells_how_many_ranks_there_are() -> None:
-    started = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+    started = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert 3 == Choices().config(started).num_ranks
     with pytest.raises(OptionError, match=r"--ranks is 2, but 3 were started\. Leave it out"):
         Choices(ranks=2).config(started)

@@ -42,10 +42,9 @@ def test_text_shorter_than_a_sequence_is_rejected(
         read_text(str(path), context=4)
 
 
-@pytest.mark.parametrize("name", ["missing", "."])
-def test_text_that_is_no_file_is_rejected(tmp_path: Path, name: str) -> None:
+def test_text_that_is_missing_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"cannot be read: .*\. Let --text name a file\."):
-        read_text(str(tmp_path / name), context=4)
+        read_text(str(tmp_path / "missing"), context=4)
 
 
 def test_target_is_what_follows_each_token() -> None:
@@ -75,3 +74,9 @@ def test_numbers_of_a_name_do_not_depend_on_those_of_others() -> None:
     torch.rand(3, generator=generator_for(0, "b"))
     assert torch.equal(first, torch.rand(3, generator=generator_for(0, "a")))
     assert not torch.equal(first, torch.rand(3, generator=generator_for(0, "b")))
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev"])
+def test_text_that_is_no_file_is_rejected(path: str) -> None:
+    with pytest.raises(OptionError, match=f"the text {path} is no file that every rank can read"):
+        read_text(path, context=8)

@@ -73,6 +73,7 @@ def main(args: Sequence[str] | None = None) -> None:
     is_debug = "--debug" in given
     # It may stand anywhere, but only the root knows it.
     given = [arg for arg in given if arg != "--debug"] or ["--help"]
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # Not every terminal has every character.
@@ -95,7 +96,18 @@ def main(args: Sequence[str] | None = None) -> None:
         if is_debug:
             raise
         code = _say(f"error: {_in_one_line(str(error))}", 1)
+    except (MemoryError, OverflowError) as error:
+        if is_debug:
+            raise
+        code = _say(f"error: the numbers are too large ({_in_one_line(str(error))})", 1)
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Whoever closed one of our streams is not interested in it, and that is all."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # As long as the process.
 
 
 def _say(text: str, code: int) -> int:

@@ -4,13 +4,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import TypeAlias
 
 from penstock.cli.amounts import to_times
 from penstock.cli.files import read_text
+from penstock.cli.options import LARGEST_TIME
 from penstock.draw.panel import TimeUnit
 from penstock.errors import OptionError, PipelineError
 from penstock.ir import Placement, Rank, Schedule
@@ -85,8 +85,10 @@ def read_costs(text: str | None, delay: float | None) -> Costs:
     """The costs that the options give; without any, F, I and W take 1 each."""
     times = (1.0, 1.0, 1.0) if text is None else to_times(text)
     if times is not None:
-        if not all(0 <= time < inf for time in times):
-            raise OptionError(f"--costs is {text}. Expected times that are not negative.")
+        if not all(0 <= time <= LARGEST_TIME for time in times):
+            raise OptionError(
+                f"--costs is {text}. Expected times that are not negative, up to {LARGEST_TIME:g}."
+            )
         return ShareCosts(*times, delay=delay or 0.0)
     assert text is not None
     if not Path(text).exists():

@@ -10,8 +10,10 @@ import typer
 from penstock.cli.ranks import be_rank, start_ranks
 from penstock.cli.screen import console
 from penstock.errors import OptionError
+from penstock.schedules import get
 from penstock.training.choices import check_run
 from penstock.training.launch import is_worker
+from penstock.training.orders import AUTO, is_file
 from penstock.training.settings import GptConfig, TrainConfig
 from penstock.training.text import Text
 
@@ -62,7 +64,8 @@ def _configs(
     steps: int, schedule: str, ranks: int, microbatches: int, folder: Path
 ) -> list[TrainConfig]:
     """The same training by two schedules."""
-    if schedule.lower() in ("auto", BASELINE.lower()):
+    is_auto = schedule.lower() == AUTO
+    if is_auto or (not is_file(schedule) and get(schedule).name == BASELINE):
         raise OptionError(
             f"--schedule is {schedule}, but {BASELINE} is compared with a schedule that is fixed. "
             'Give the name of another, such as ZB-V; "penstock list" has them all.'

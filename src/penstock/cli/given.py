@@ -15,6 +15,7 @@ from penstock.planner.placements import describe
 from penstock.schedules import get
 from penstock.schedules.base import Generator
 from penstock.sim import Recording
+from penstock.training.settings import check_size
 
 _NUM_RANKS, _NUM_MICROBATCHES = 4, 8  # If nothing says how many.
 
@@ -33,7 +34,9 @@ class ShapeOptions(NamedTuple):
             if schedule is None
             else (schedule.num_ranks, schedule.num_microbatches)
         )
-        return self.ranks or usual[0], self.microbatches or usual[1]
+        numbers = self.ranks or usual[0], self.microbatches or usual[1]
+        check_size(*numbers)
+        return numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
+LARGEST_TIME = 1e15  # Sums of larger ones may be more than a float holds.
+
 Ranks: TypeAlias = Annotated[
     int | None,
     typer.Option("--ranks", "-p", metavar="N", min=1, help="Number of ranks; 4 if not given."),
@@ -35,7 +37,13 @@ CostsText: TypeAlias = Annotated[
 ]
 Delay: TypeAlias = Annotated[
     float | None,
-    typer.Option("--delay", metavar="TIME", min=0, help="What a message between ranks takes."),
+    typer.Option(
+        "--delay",
+        metavar="TIME",
+        min=0,
+        max=LARGEST_TIME,
+        help="What a message between ranks takes.",
+    ),
 ]
 Memory: TypeAlias = Annotated[
     str | None,

@@ -1,11 +1,12 @@
 """Commands that run on several ranks: the one that was typed starts itself on each of them."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 from penstock.errors import CommError
-from penstock.training.launch import STOPPED_BY_ANOTHER, launch
+from penstock.training.launch import STOPPED_BY_ANOTHER, end_with_launcher, launch
 
 _LINGER_S = 1.0
 
@@ -19,6 +20,7 @@ def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
 
 def be_rank(work: Callable[[], None]) -> int:
     """Do a rank's work; returns the exit code."""
+    end_with_launcher(os.environ)
     try:
         work()
     except CommError as error:

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _WIDTH_OF_FILES = 100
+_NARROWEST, _WIDEST = 20, 1000
 
 
 def width() -> int:
     """How many characters fit: on the terminal, or as COLUMNS says, or 100."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) > 0:
-        return int(columns)
+        return min(max(int(columns), _NARROWEST), _WIDEST)
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or _WIDTH_OF_FILES
     except (OSError, ValueError):  # No terminal, or not even a file.

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.costs import Costs
+from penstock.cli.costs import Costs, ShareCosts
 from penstock.cli.files import PIPE, check_output
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import CostsText, Delay, Microbatches, Ranks, StagesPerRank
@@ -41,6 +41,7 @@ def show(
             "--width",
             metavar="N",
             min=20,
+            max=1000,
             help="Characters in a line; the terminal's if not given.",
         ),
     ] = None,
@@ -63,6 +64,12 @@ def show(
     _check_dark(dark, output)
     given = read_schedules(names, ShapeOptions(ranks, microbatches, stages_per_rank))
     chosen = choose_costs(given, costs, delay)
+    for one in given:
+        if one.recording is not None and isinstance(chosen, ShareCosts):
+            raise OptionError(
+                f"--costs is {costs}, but {one.name} was measured in seconds and has costs of its "
+                "own. Leave it out, or give a file."
+            )
     # What stands beside a measured step is drawn on the same axis.
     is_in_seconds = chosen.time_unit == "s" or any(one.recording for one in given)
     panels = [_panel(one, chosen, is_in_seconds) for one in given]

@@ -14,6 +14,9 @@ TimeUnit = Literal["", "s"]
 MemoryUnit = Literal["", "bytes"]
 
 
+_UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
+
+
 class Kind(Enum):
     """The kinds of compute: one colour each. The value is the letter in the text format."""
 
@@ -64,6 +67,9 @@ class Panel:
     """Laid beneath each rank's lane, to compare: the simulated timeline of a measured step."""
 
     def __post_init__(self) -> None:
+        # It may be a file's name, in which anything can be.
+        shown = (char if char.isprintable() else _UNPRINTABLE for char in self.title)
+        object.__setattr__(self, "title", "".join(shown))
         if self.beneath is not None and len(self.beneath.ranks) != len(self.report.ranks):
             raise DrawError(
                 f"beneath has {len(self.beneath.ranks)} ranks, but the report of {self.title!r} "

@@ -97,7 +97,9 @@ class Pipeline:
             loss_fn, scale_grads, on_grads_ready or _ignore, custom_functions={}
         )
         self._skips = RankSkips.of(held)
-        self._recorder = Recorder() if record else None
+        self._recorders = [Recorder()] if record else []
+        """The first is the pipeline's own, if it has one; others are those of blocks."""
+        self._records = record
         self._pilot: AbstractPilot | None = None
         self._has_backward = loss_fn is not None
         self._schedule: Schedule | None = None
@@ -211,12 +213,14 @@ class Pipeline:
 
         All ranks must call it, after the same step.
         """
-        recorder = self._recorder
-        if recorder is None:
+        if not self._records:
             raise RecordError(
                 "this pipeline records nothing. Make it with record=True, or run its steps in a "
                 "block of `with penstock.record() as run:`."
             )
+        return self._gather(self._recorders[0])
+
+    def _gather(self, recorder: Recorder) -> Recording:
         if recorder.is_empty:
             raise RecordError(
                 "no step has been recorded yet. Run one before asking for the recording; with the "
@@ -290,7 +294,7 @@ class Pipeline:
         keeps_outputs = return_outputs and self._holds_last
         pilot = self._pilot if has_backward else None
         meter = None if pilot is None else pilot.make_meter()
-        if meter is None and self._recorder is not None:
+        if meter is None and self._recorders:
             meter = Meter(self._first.device)
         wire = Wire(self._comm, program, self._first.device, forms, meter)
         is_tied = has_backward and self._ties.stages
@@ -317,9 +321,9 @@ class Pipeline:
         if losses is not None:
             found = [step.losses[mb] for mb in sorted(step.losses)]
             losses[:] = [x.detach() if isinstance(x, torch.Tensor) else x for x in found]
-        if self._recorder is not None:
+        for recorder in self._recorders:
             assert meter is not None
-            self._recorder.take(meter)
+            recorder.take(meter)
         if pilot is not None:
             following = pilot.end_step(meter, program.routes, forms)
             if following != self._schedule:
@@ -329,19 +333,7 @@ class Pipeline:
     def _join_run(self) -> None:
         """Be recorded, if this step is in a block that records."""
         if (run := active_run()) is not None:
-            run.watch(self, self._start_recording)
-
-    def _start_recording(self) -> Callable[[], Recording]:
-        """Record from here on; the function that is returned ends it, and gathers."""
-        before, self._recorder = self._recorder, Recorder()
-
-        def end() -> Recording:
-            try:
-                return self.recording()
-            finally:
-                self._recorder = before
-
-        return end
+            run.watch(self._recorders, self._gather)
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -376,7 +368,7 @@ class Pipeline:
             "schedule": self._describe_schedule(),
             "loss_fn": "none" if self._settings.loss_fn is None else "given",
             "the cut": self._first.cut or "none",
-            "record": self._recorder is not None or active_run() is not None,
+            "record": bool(self._recorders),
         }
         is_dynamic = any(stage.dynamic_shapes for stage in self.stages.values())
         gathered = self._comm.gather(

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from penstock.errors import RecordError
+from penstock.runtime.recorder import Recorder
 from penstock.sim import Recording
 
 # Each rank has its own, also where ranks are threads of one process.
@@ -15,8 +16,9 @@ class Run:
     """What a block records; `recording` is there when the block has ended."""
 
     def __init__(self) -> None:
-        self._owner: object = None
-        self._gather: Callable[[], Recording] | None = None
+        self._recorder = Recorder()
+        self._watched: list[Recorder] | None = None
+        self._gather: Callable[[Recorder], Recording] | None = None
         self._recording: Recording | None = None
 
     @property
@@ -28,24 +30,30 @@ class Run:
             )
         return self._recording
 
-    def watch(self, owner: object, start: Callable[[], Callable[[], Recording]]) -> None:
-        """A pipeline steps: at its first step `start` begins to record and gives how to gather."""
-        if self._owner is None:
-            self._owner, self._gather = owner, start()
-        elif self._owner is not owner:
+    def watch(self, recorders: list[Recorder], gather: Callable[[Recorder], Recording]) -> None:
+        """A pipeline with these recorders steps: from its first step on there is one more."""
+        if self._watched is None:
+            self._watched, self._gather = recorders, gather
+            recorders.append(self._recorder)
+        elif self._watched is not recorders:
             raise RecordError(
                 "two pipelines were stepped in one block of `with penstock.record()`, which "
                 "records one. Use a block for each, or Pipeline(..., record=True)."
             )
 
-    def end(self) -> None:
-        """The block has ended: gather, with all other ranks."""
+    def stop(self) -> None:
+        """The block has ended, well or not."""
+        if self._watched is not None:
+            self._watched.remove(self._recorder)
+
+    def gather(self) -> None:
+        """The block has ended well, on all ranks."""
         if self._gather is None:
             raise RecordError(
                 "nothing was recorded: no pipeline ran a step in this block, on this rank. Put the "
                 "steps into the block; where ranks are threads, put the block into their function."
             )
-        self._recording = self._gather()
+        self._recording = self._gather(self._recorder)
 
 
 def active_run() -> Run | None:
@@ -70,4 +78,5 @@ def record() -> Iterator[Run]:
         yield run
     finally:
         _ACTIVE.reset(token)
-    run.end()
+        run.stop()
+    run.gather()

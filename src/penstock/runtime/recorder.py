@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.comm import AbstractComm
+from penstock.comm import AbstractComm, check_agreement
 from penstock.ir import Placement, Schedule
 from penstock.ir.action import SingleCompute
 from penstock.runtime.clocks import seconds_ahead
@@ -59,6 +59,11 @@ class Recorder:
         num_microbatches: int,
     ) -> Recording:
         """What all ranks have recorded, by the clock of rank 0. All ranks must call it."""
+        # Not by the channels: there a rank that did not come would take this for an activation.
+        numbers = [number for number, _ in self._steps]
+        check_agreement(
+            comm.gather({"which steps were recorded": numbers}, "to gather the recording")
+        )
         ahead_s = seconds_ahead(comm, device)
         own = [_Step(number, _spells(meter, ahead_s)) for number, meter in self._steps]
 

@@ -123,11 +123,12 @@ def _check_record(path: Path) -> None:
 def _num_ranks(given: int | None, env: Mapping[str, str], otherwise: int) -> int:
     if not is_worker(env):
         return _first(given, otherwise)
-    if not env["WORLD_SIZE"].isdecimal():
-        raise OptionError(
-            f"WORLD_SIZE is {env['WORLD_SIZE']!r} in the environment. Expected the number of "
-            "ranks that a launcher has started, or nothing."
-        )
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not env[name].isdecimal():
+            raise OptionError(
+                f"{name} is {env[name]!r} in the environment. Expected a number, as a launcher "
+                "sets it; unset it to start ranks here."
+            )
     started = int(env["WORLD_SIZE"])
     if given not in (None, started):
         raise OptionError(

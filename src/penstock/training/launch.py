@@ -6,10 +6,11 @@ how that is told: a failure in one line, from the rank that the others followed.
 
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +18,9 @@ from typing import NamedTuple
 from penstock.errors import CommError
 from penstock.ir import Rank
 
-LAUNCHED = "PENSTOCK_LAUNCHED"
-"""Set for ranks that were started here, which end when their launcher does."""
+_LAUNCHER = "PENSTOCK_LAUNCHER"
+"""For ranks that were started here: the process that started them."""
+_LOOK_S = 0.5
 STOPPED_BY_ANOTHER = 3
 """The exit code of a rank that failed only because another one did."""
 _GRACE_S = 5  # How long ranks have to end by themselves when they are told to.
@@ -35,7 +37,20 @@ class Failure(NamedTuple):
 
 def is_worker(env: Mapping[str, str]) -> bool:
     """Whether this process was started as a rank: here, or by torchrun or its like."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys()
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys()
+
+
+def end_with_launcher(env: Mapping[str, str]) -> None:
+    """End this process when the one that started it here has ended, even if that was killed."""
+    if _LAUNCHER in env:
+        launcher = int(env[_LAUNCHER])
+        threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+
+
+def _end_with(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_S)
+    os._exit(1)
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
@@ -79,7 +94,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
 
 def _set_defaults() -> None:
     """For the ranks, where the user has not chosen."""
-    os.environ[LAUNCHED] = "1"
+    os.environ[_LAUNCHER] = str(os.getpid())
     # Ranks that each took all cores would slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":  # All of them are on this machine.
@@ -110,7 +125,8 @@ def _tell(failure: Failure, logs: Path) -> int:
 
 
 def _show_errors(rank: Rank, logs: Path) -> None:
-    """What a rank wrote to its standard error."""
+    """What a rank wrote to its standard error: its last word, if that says what was wrong."""
     for path in logs.glob(f"*/attempt_0/{rank}/stderr.log"):
-        with path.open(errors="replace") as file:
-            shutil.copyfileobj(file, sys.stderr)
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
+        is_told = bool(lines) and lines[-1].startswith("error: ")
+        sys.stderr.writelines(lines[-1:] if is_told else lines)

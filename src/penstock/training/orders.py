@@ -6,7 +6,7 @@ from pathlib import Path
 from penstock import schedules
 from penstock.errors import OptionError, ScheduleError
 from penstock.ir import Placement, Schedule
-from penstock.training.settings import TrainConfig
+from penstock.training.settings import TrainConfig, check_size
 
 AUTO = "auto"
 
@@ -22,6 +22,7 @@ class Orders:
 
 def choose_orders(config: TrainConfig) -> Orders:
     """What the options ask for; raises if no such schedule can train such a model."""
+    check_size(config.num_ranks, config.num_microbatches)
     if config.schedule.lower() == AUTO:
         orders = Orders(_placement_for_auto(config), None)
     else:

@@ -63,6 +63,19 @@ class Saved:
         values = {"format": _FORMAT, **asdict(self)}
         (folder / _FILE).write_text(json.dumps(values, indent=2) + "\n")
 
+    def _check(self, folder: Path) -> None:
+        """Raises unless these are values that a run could have had, and the folder's own."""
+        for name in ("step", "seed", "batch", "num_microbatches"):
+            if not isinstance(value := getattr(self, name), int):
+                raise ValueError(f"{name} is {value!r}")
+        for name in ("text", "text_digest"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ValueError(f"{name} is {value!r}")
+        if not isinstance(self.lr, int | float):
+            raise ValueError(f"lr is {self.lr!r}")
+        if step_folder(folder.parent, self.step) != folder:
+            raise ValueError(f"step is {self.step}")
+
     @classmethod
     def read(cls, folder: Path) -> "Saved":
         """From the folder of a checkpoint."""
@@ -70,7 +83,9 @@ class Saved:
             values = json.loads((folder / _FILE).read_text())
             if values.pop("format") != _FORMAT:
                 raise ValueError("it is of another format")
-            return cls(**{**values, "model": GptConfig(**values["model"])})
+            saved = cls(**{**values, "model": GptConfig(**values["model"])})
+            saved._check(folder)
+            return saved
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise OptionError(
                 f"{folder / _FILE} does not say what the checkpoint was made with: {error!r}. "

@@ -8,12 +8,22 @@ from penstock.errors import OptionError
 
 VOCABULARY: Final = 256  # Every byte is a token.
 _LARGEST_SEED = 2**63 - 1
+_LARGEST_SCHEDULE = 200_000
 
 
 def check_count(name: str, value: int) -> None:
     """Raises unless there can be that many."""
     if not isinstance(value, int) or value < 1:
         raise OptionError(f"--{name} is {value!r}. Expected a whole number, at least 1.")
+
+
+def check_size(num_ranks: int, num_microbatches: int) -> None:
+    """Raises if a schedule would have more actions than anyone can look at or wait for."""
+    if num_ranks * num_microbatches > _LARGEST_SCHEDULE:
+        raise OptionError(
+            f"--ranks is {num_ranks} and --microbatches {num_microbatches}. Expected a product of "
+            f"at most {_LARGEST_SCHEDULE:,}: what is larger takes minutes, and gigabytes."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,10 @@ def read_text(path: str, *, context: int) -> Text:
 
 
 def _read_file(path: str) -> bytes:
+    if Path(path).exists() and not Path(path).is_file():
+        raise OptionError(
+            f"the text {path} is no file that every rank can read for itself. Let --text name one."
+        )
     try:
         return Path(path).read_bytes()
     except OSError as error:

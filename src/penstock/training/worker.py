@@ -1,20 +1,15 @@
 """A process that is one rank of a run, however it was started."""
 
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from penstock.training.launch import LAUNCHED
 from penstock.training.settings import TrainConfig
 from penstock.training.text import Text
 from penstock.training.trainer import StepDone, Trained, train
-
-_LOOK_S = 0.5
 
 
 def work(config: TrainConfig, text: Text, on_step: Callable[[StepDone], None]) -> Trained:
@@ -27,8 +22,6 @@ def work(config: TrainConfig, text: Text, on_step: Callable[[StepDone], None]) -
 def joined() -> Iterator[torch.device]:
     """Joins the other ranks, which the environment tells how to find; gives the device to use."""
     device = _choose_device()
-    if LAUNCHED in os.environ:
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     dist.init_process_group("gloo" if device.type == "cpu" else None)
     yield device
     dist.destroy_process_group()  # Not after an error: the other ranks may never come to it.
@@ -43,10 +36,3 @@ def _choose_device() -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", "0"))
     torch.accelerator.set_device_index(index)
     return torch.device(found.type, index)
-
-
-def _end_with(parent: int) -> None:
-    """End this process when who started it has ended, even if that was killed."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
-    os._exit(1)
