@@ -1,5 +1,6 @@
 """What the README says is what the simulator says, and its pictures are what is drawn."""
 
+import json
 import re
 from pathlib import Path
 
@@ -41,3 +42,17 @@ def test_picture_of_the_schedules_is_what_is_drawn(file: str, dark: bool, tmp_pa
     ]
     save(panels, tmp_path / file, dark=dark)
     assert (PICTURES / file).read_bytes() == (tmp_path / file).read_bytes()
+
+
+def test_table_of_the_demo_is_that_of_the_run_whose_figures_are_kept() -> None:
+    figures = json.loads((PICTURES / "demo.json").read_text())
+    for found in figures:
+        row = (
+            f"| {found['schedule']} | {found['step_s'] * 1e3:.0f} ms "
+            f"| {found['tokens_per_s']:,.0f} | {found['measured_bubble'] * 100:.1f} % "
+            f"| {found['simulated_bubble'] * 100:.1f} % "
+            f"| {figures[0]['step_s'] / found['step_s']:.2f} |"
+        )
+        assert row in README
+    pairs = zip(*(found["losses"] for found in figures), strict=True)
+    assert f"further apart than {max(abs(a - b) for a, b in pairs):.0e}." in README

@@ -82,6 +82,7 @@ def _configs(
         num_microbatches=microbatches,
         batch=4 * microbatches,
         steps=steps,
+        lr=3e-4,
     )
     return [
         replace(plain, schedule=BASELINE, record=str(folder / "baseline.json")),
