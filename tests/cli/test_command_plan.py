@@ -70,6 +70,16 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("leaving_model.py").write_text("raise SystemExit(3)\n")
 
 
+def test_plan_saves_the_costs_with_which_its_schedule_can_be_drawn() -> None:
+    args = ("-p", 2, "-m", 4, "--effort", 0.01)
+    files = ("-o", "best.csv", "--save-costs", "costs.json")
+    facts = json.loads(run("plan", "planned_model:make", *args, *files, "--json").out)
+    [simulated] = json.loads(run("simulate", "best.csv", "--costs", "costs.json", "--json").out)
+    assert facts["rows"][0]["time"] == simulated["makespan"]
+    error = run("plan", "planned_model:make", "--save-costs", "missing/costs.json").error
+    assert error.startswith("--save-costs is missing/costs.json, but there is no folder missing.")
+
+
 def test_plan_prints_the_best_rows_and_writes_the_schedule() -> None:
     args = ("-p", 2, "-m", "2,4", "-v", 1, "--memory", "1MiB", "--speed", 1e9, "--effort", 0.01)
     lines = run("plan", "planned_model:make", *args, "-o", "best.csv").lines

@@ -25,22 +25,22 @@ def read_text(path: str) -> str:
         ) from exc
 
 
-def check_output(path: str | None, *, inputs: Iterable[str] = ()) -> None:
+def check_output(path: str | None, *, option: str = "--output", inputs: Iterable[str] = ()) -> None:
     """Raises if `path` cannot be written: before the work, not after it."""
     if path is None or path == PIPE:
         return
     target = Path(path)
     for name in inputs:
         if name != PIPE and target.exists() and Path(name).exists() and target.samefile(name):
-            raise OptionError(f"--output is {path}, which is read from. Give another file.")
+            raise OptionError(f"{option} is {path}, which is read from. Give another file.")
     if target.is_dir():
-        raise OptionError(f"--output is {path}, which is a folder. Give a file.")
+        raise OptionError(f"{option} is {path}, which is a folder. Give a file.")
     if not target.parent.is_dir():
         raise OptionError(
-            f"--output is {path}, but there is no folder {target.parent}. Make it first."
+            f"{option} is {path}, but there is no folder {target.parent}. Make it first."
         )
     if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise OptionError(f"--output is {path}, which may not be written. Give another file.")
+        raise OptionError(f"{option} is {path}, which may not be written. Give another file.")
 
 
 def write_text(path: str | None, text: str) -> None:

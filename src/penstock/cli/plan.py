@@ -61,6 +61,10 @@ def plan(
         float, typer.Option(metavar="X", help="How much is tried; 0.1 is quick.")
     ] = 1.0,
     output: Output = None,
+    save_costs: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Where to write what its stages cost, for show."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan how to cut a model, and how to train it.
@@ -74,12 +78,13 @@ def plan(
 
     \b
     penstock plan my_model:make -p 4 --memory 8GiB
-    penstock plan my_model.py:make -p 8 --speed 1e14 --delay 20e-6 -o best.csv
+    penstock plan my_model.py:make -p 8 --speed 1e14 -o best.csv --save-costs costs.json
     penstock plan my_model:make -p 2 --measure --microbatches 4,8 --json
     """
     if as_json and output == PIPE:
         raise OptionError("--json and --output - would both print. Give one of them.")
     check_output(output)
+    check_output(save_costs, option="--save-costs")
     options: dict[str, Any] = {
         "memory": None if memory is None else to_amount("--memory", memory),
         "microbatches": to_counts("--microbatches", microbatches),
@@ -95,6 +100,8 @@ def plan(
         found = _plan(function, ranks, options)
     if output is not None:
         write_text(output, found.best.schedule.to_csv())
+    if save_costs is not None:
+        write_text(save_costs, found.best.costs.to_json())
     if as_json:
         print_json(_facts(found))
     elif output != PIPE:
