@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -26,17 +27,23 @@ def resident_bytes() -> int:
 
 
 def growth_of(
-    step: Callable[[], object], *, num_steps: int = 300, num_warm: int = 60
+    step: Callable[[], object], *, num_steps: int = 240, num_warm: int = 60
 ) -> tuple[int, int]:
-    """Runs many steps; returns by how many tensors and bytes the process grew after a warm-up.
+    """Runs many steps, twice; returns by how many tensors and bytes the process grew at least.
 
-    The warm-up is for what is made once: buffers of the allocator, caches of torch and Python.
+    What is made once does not count: there is a warm-up for caches of torch and Python, and what
+    the allocator takes from the system in one of the two runs it does not take in the other.
     """
     for _ in range(num_warm):
         step()
-    tensors, memory = len(live_tensors()), resident_bytes()
-    for _ in range(num_steps - num_warm):
-        step()
-    growth = len(live_tensors()) - tensors, resident_bytes() - memory
-    step()  # Ranks in one process may have begun the next step both times, or neither.
-    return growth
+    counts = [(len(live_tensors()), resident_bytes())]
+    for _ in range(2):
+        for _ in range(num_steps):
+            step()
+        counts.append((len(live_tensors()), resident_bytes()))
+    step()  # Ranks in one process may have begun the next step each time, or never.
+    tensors, memory = zip(*counts, strict=True)
+    return (
+        max(after - before for before, after in pairwise(tensors)),
+        min(after - before for before, after in pairwise(memory)),
+    )
