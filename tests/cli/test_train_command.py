@@ -132,7 +132,7 @@ def test_schedule_that_was_found_is_not_judged_by_equal_costs(
 ) -> None:
     display = Lines(TrainConfig(TINY.model, schedule="auto", steps=2))
     display.end(Trained(tuple(steps(2)), SCHEDULE))
-    assert "schedule auto, found in the first steps\n" in capsys.readouterr().out
+    assert "schedule auto, found in the first steps: ZB-V\n" in capsys.readouterr().out
 
 
 def test_bar_ends_with_where_everything_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,4 +29,4 @@ def losses(**options: Any) -> list[float]:
 
 
 def saved_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")

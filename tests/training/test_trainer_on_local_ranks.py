@@ -1,4 +1,5 @@
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from small_runs import MODEL, PLAIN, TEXT, losses, run, saved_in
 from penstock.comm import LocalGroup, local_ranks
 from penstock.errors import AgreementError, OptionError
 from penstock.sim.recording import Recording
-from penstock.training.saved import check_same, find_latest
+from penstock.training.saved import check_same, find_latest, kept_from_others
 from penstock.training.settings import GptConfig
 from penstock.training.text import Text
 from penstock.training.trainer import train
@@ -160,3 +161,14 @@ def test_going_on_with_something_else_is_rejected(
 def test_rank_itself_checks_what_it_goes_on_with(half_way: Path) -> None:
     with pytest.raises(OptionError, match="has seed 0, but --seed is 1"):
         run(checkpoint=str(half_way), resume=True, num_ranks=1, seed=1)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such lock")
+def test_second_training_in_one_folder_at_once_is_rejected(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with (
+        kept_from_others(str(folder)),
+        pytest.raises(OptionError, match=f"another training is saving to {folder} at this moment"),
+    ):
+        run(checkpoint=str(folder))
+    assert 4 == len(run(checkpoint=str(folder)).steps)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.screen import console
+from penstock.planner.registered import registered
 from penstock.sim import simulate
 from penstock.training.orders import AUTO, choose_orders
 from penstock.training.saved import step_folder
@@ -149,7 +150,9 @@ def summarise(config: TrainConfig, trained: "Trained") -> str:
 
 def _describe_schedule(config: TrainConfig, trained: "Trained") -> str:
     if config.schedule.lower() == AUTO:  # It was made for costs that are not equal.
-        return "schedule auto, found in the first steps"
+        known = registered(trained.schedule.placement, trained.schedule.num_microbatches)
+        found = next((name for name, same in known if same == trained.schedule), "one of its own")
+        return f"schedule auto, found in the first steps: {found}"
     bubble = simulate(trained.schedule).bubble_by_makespan
     return (
         f"schedule {config.schedule}, expected bubble {bubble:.1%} where F, I and W of all stages "

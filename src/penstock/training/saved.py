@@ -5,6 +5,7 @@
         training.json     what it was made with
       step-000200/
       .step-000300/       is being written; renamed when it is complete
+      .lock               held by the training that writes here
 
 So what has a name without a dot is complete, and the last of it is where to go on.
 """
@@ -12,7 +13,10 @@ So what has a name without a dot is complete, and the last of it is where to go 
 import json
 import re
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,6 +26,7 @@ from penstock.training.text import Text
 
 _FORMAT = "penstock checkpoint"
 _FILE = "training.json"
+_LOCK = ".lock"
 _KEPT = 2
 """How many checkpoints stay: should the last one be lost, there is one more."""
 
@@ -150,6 +155,26 @@ def check_folder(config: TrainConfig) -> None:
             f"checkpoints cannot be written to {folder}: {error.strerror}. "
             "Let --checkpoint name another folder."
         ) from error
+
+
+@contextmanager
+def kept_from_others(folder: str) -> Iterator[None]:
+    """Keeps a folder for this process, if it is given; the system lets go of it, come what may."""
+    if not folder or sys.platform == "win32":  # There is no such lock.
+        yield
+        return
+    import fcntl
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with Path(folder, _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OptionError(
+                f"another training is saving to {folder} at this moment. Wait for its end, or let "
+                "--checkpoint name another folder."
+            ) from error
+        yield
 
 
 def check_same(saved: Saved, config: TrainConfig, text: Text) -> None:

@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from penstock.training import checkpoint
 from penstock.training.batches import Batches
 from penstock.training.gpt import build_stages, cut, loss_of
 from penstock.training.orders import AUTO, choose_orders
-from penstock.training.saved import Saved, check_same, find_latest
+from penstock.training.saved import Saved, check_same, find_latest, kept_from_others
 from penstock.training.settings import TrainConfig
 from penstock.training.text import Text
 
@@ -80,14 +80,15 @@ def train(
         check_agreement(
             comm.gather({"the config": config, "the text": text.digest}, "to begin the training")
         )
-        run = Run(config, text, comm, group, torch.device(device))
-        steps = []
-        for number in range(run.first + 1, config.steps + 1):
-            done = run.step(number)
-            if done is not None:
-                steps.append(done)
-                on_step(done)
-        run.finish()
+        with kept_from_others(config.checkpoint) if comm.rank == 0 else nullcontext():
+            run = Run(config, text, comm, group, torch.device(device))
+            steps = []
+            for number in range(run.first + 1, config.steps + 1):
+                done = run.step(number)
+                if done is not None:
+                    steps.append(done)
+                    on_step(done)
+            run.finish()
         return Trained(tuple(steps), run.pipeline.schedule)
 
 
@@ -101,9 +102,8 @@ def connected(group: Group, device: torch.device) -> Iterator[AbstractComm]:
         comm = ProcessGroupComm(group, device, DEFAULT_TIMEOUT_S)
     try:
         yield comm
-        comm.gather(
-            None, "to end the training"
-        )  # Nobody leaves while another may still read from it.
+        # Nobody leaves while another may still read from it.
+        comm.gather(None, "to end the training")
         comm.close()
     except BaseException as error:
         comm.fail(f"{type(error).__name__}: {error}")
