@@ -7,6 +7,7 @@ import typer
 from penstock.cli.amounts import to_caps
 from penstock.cli.comparison import Comparison, Question
 from penstock.cli.costs import ShareCosts, choose_stages_per_rank
+from penstock.cli.facts import facts_of
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import (
     AsJson,
@@ -122,11 +123,7 @@ def _facts(comparison: Comparison) -> dict[str, Any]:
             {
                 "name": row.name,
                 "placement": describe(row.placement),
-                "makespan": row.report.makespan,
-                "span": row.report.span,
-                "bubble_by_makespan": row.report.bubble_by_makespan,
-                "bubble_by_span": row.report.bubble_by_span,
-                "peak_memory": row.report.peak_memory,
+                **facts_of(row.report),
                 "lower_bound": comparison.bounds[row.placement],
                 "gap": row.gap,
                 "fits": row.excess == "",

@@ -108,9 +108,8 @@ def describe_shape(schedule: Schedule) -> str:
     >>> describe_shape(get("1F1B")(num_ranks=4, num_microbatches=8))
     '4 ranks, 4 stages (linear), 8 microbatches, 64 actions'
     """
-    counts = repr(schedule)[len("Schedule(") : -1].split(", ")
-    counts[1] += f" ({describe(schedule.placement)})"
-    return ", ".join(counts)
+    ranks, stages, *others = schedule.counts
+    return ", ".join([ranks, f"{stages} ({describe(schedule.placement)})", *others])
 
 
 def _generator_or_file(name: str) -> Generator | Given:

@@ -58,6 +58,15 @@ ClockName: TypeAlias = Annotated[
     Literal["makespan", "span"],
     typer.Option("--clock", help="Which time counts: of all ranks together, or of each by itself."),
 ]
+Names: TypeAlias = Annotated[
+    list[str], typer.Argument(metavar="NAME", help="Names, CSV files or recordings.")
+]
+Seconds: TypeAlias = Annotated[
+    float, typer.Option(metavar="SECONDS", help="How long to search at most.")
+]
+Effort: TypeAlias = Annotated[
+    float, typer.Option(metavar="X", help="How much is tried; 0.1 is quick, 10 is thorough.")
+]
 Output: TypeAlias = Annotated[
     str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")
 ]

@@ -7,7 +7,7 @@ import typer
 
 from penstock.cli.amounts import to_amount, to_counts
 from penstock.cli.files import PIPE, check_output, write_text
-from penstock.cli.options import AsJson, Output
+from penstock.cli.options import AsJson, Effort, Output, Seconds
 from penstock.cli.screen import print_json, print_table, sign_of_life
 from penstock.cli.user_code import errors_in_one_line, load_function
 from penstock.draw.panel import TimeUnit, in_memory, in_time
@@ -54,12 +54,8 @@ def plan(
     overhead: Annotated[
         float, typer.Option(metavar="TIME", min=0, help="What an action takes beside its work.")
     ] = 0.0,
-    seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to search at most.")
-    ] = 60.0,
-    effort: Annotated[
-        float, typer.Option(metavar="X", help="How much is tried; 0.1 is quick.")
-    ] = 1.0,
+    seconds: Seconds = 60.0,
+    effort: Effort = 1.0,
     output: Output = None,
     save_costs: Annotated[
         str | None,
@@ -98,16 +94,21 @@ def plan(
     }
     with sign_of_life("Planning"):
         found = _plan(function, ranks, options)
-    if output is not None:
-        write_text(output, found.best.schedule.to_csv())
-    if save_costs is not None:
-        write_text(save_costs, found.best.costs.to_json())
+    _write(found, output, save_costs)
     if as_json:
         print_json(_facts(found))
     elif output != PIPE:
         _print(found, "s" if measure or speed is not None else "")
-        if output is not None:
-            print(f"wrote {output}")
+        for path in filter(None, (output, save_costs)):
+            print(f"wrote {path}")
+
+
+def _write(found: "Plan", output: str | None, save_costs: str | None) -> None:
+    """The best, into the files that are given."""
+    if output is not None:
+        write_text(output, found.best.schedule.to_csv())
+    if save_costs is not None:
+        write_text(save_costs, found.best.costs.to_json())
 
 
 def _plan(name: str, num_ranks: int, options: dict[str, Any]) -> "Plan":

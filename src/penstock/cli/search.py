@@ -9,6 +9,7 @@ import typer
 
 from penstock.cli.amounts import to_caps
 from penstock.cli.costs import Costs, ShareCosts, choose_stages_per_rank, read_costs
+from penstock.cli.facts import facts_of
 from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.given import ShapeOptions
 from penstock.cli.options import (
@@ -16,10 +17,12 @@ from penstock.cli.options import (
     ClockName,
     CostsText,
     Delay,
+    Effort,
     Memory,
     Microbatches,
     Output,
     Ranks,
+    Seconds,
 )
 from penstock.cli.screen import print_json, print_table, sign_of_life
 from penstock.draw.panel import TimeUnit, in_time
@@ -60,12 +63,8 @@ def search(
         typer.Option("--placement", help="How stages are placed on ranks; all if not given."),
     ] = None,
     clock: ClockName = "makespan",
-    seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", help="When to stop, if it is not done before.")
-    ] = 60.0,
-    effort: Annotated[
-        float, typer.Option(metavar="X", help="How much is tried; 10 is thorough.")
-    ] = 1.0,
+    seconds: Seconds = 60.0,
+    effort: Effort = 1.0,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
@@ -191,11 +190,7 @@ def _facts(found: SearchResult) -> dict[str, Any]:
         "time": found.time,
         "lower_bound": found.lower_bound,
         "gap": found.gap,
-        "makespan": report.makespan,
-        "span": report.span,
-        "bubble_by_makespan": report.bubble_by_makespan,
-        "bubble_by_span": report.bubble_by_span,
-        "peak_memory": report.peak_memory,
+        **facts_of(report),
         "placement": describe(found.schedule.placement),
         "is_complete": found.is_complete,
         "seconds": found.seconds,

@@ -8,7 +8,7 @@ import typer
 from penstock.cli.costs import Costs, ShareCosts
 from penstock.cli.files import PIPE, check_output
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
-from penstock.cli.options import CostsText, Delay, Microbatches, Ranks, StagesPerRank
+from penstock.cli.options import CostsText, Delay, Microbatches, Names, Ranks, StagesPerRank
 from penstock.cli.screen import console
 from penstock.draw import Panel, save
 from penstock.draw.output import PICTURES
@@ -17,9 +17,7 @@ from penstock.sim import simulate
 
 
 def show(
-    names: Annotated[
-        list[str], typer.Argument(metavar="NAME", help="Names, CSV files or recordings.")
-    ],
+    names: Names,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,

@@ -4,8 +4,9 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.facts import facts_of
 from penstock.cli.given import Given, ShapeOptions, choose_costs, describe_shape, read_schedules
-from penstock.cli.options import AsJson, CostsText, Delay, Microbatches, Ranks, StagesPerRank
+from penstock.cli.options import AsJson, CostsText, Delay, Microbatches, Names, Ranks, StagesPerRank
 from penstock.cli.screen import print_json, print_table
 from penstock.draw.panel import Panel
 from penstock.planner.placements import describe
@@ -14,9 +15,7 @@ from penstock.sim import simulate as run
 
 
 def simulate(
-    names: Annotated[
-        list[str], typer.Argument(metavar="NAME", help="Names, CSV files or recordings.")
-    ],
+    names: Names,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
@@ -80,11 +79,7 @@ def _facts(given: Given, report: Report) -> dict[str, Any]:
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
         "placement": describe(schedule.placement),
-        "makespan": report.makespan,
-        "span": report.span,
-        "bubble_by_makespan": report.bubble_by_makespan,
-        "bubble_by_span": report.bubble_by_span,
-        "peak_memory": report.peak_memory,
+        **facts_of(report),
         "ranks": [
             {
                 "rank": number,

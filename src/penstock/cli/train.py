@@ -91,18 +91,22 @@ def train(
         resume=resume,
         record=record,
     )
+    raise typer.Exit(_run(choices, as_json))
+
+
+def _run(choices: Choices, as_json: bool) -> int:
+    """Be one of the ranks, or start them; returns the exit code."""
     config = choices.config(os.environ)
     read = check_run(config)
     if is_worker(os.environ):
-        raise typer.Exit(be_rank(lambda: _work(config, read, as_json)))
+        return be_rank(lambda: _work(config, read, as_json))
     arguments = [*as_arguments(config), *(["--json"] if as_json else [])]
     try:
-        code = start_ranks(arguments, config.num_ranks)
+        return start_ranks(arguments, config.num_ranks)
     except KeyboardInterrupt:
         if config.checkpoint and (saved := saved_steps(Path(config.checkpoint))):
             print(f"--resume goes on from step {saved[-1]}", file=sys.stderr)
         raise
-    raise typer.Exit(code)
 
 
 def as_arguments(config: TrainConfig) -> list[str]:

@@ -95,12 +95,18 @@ class Schedule:
     def num_actions(self) -> int:
         return sum(map(len, self.orders))
 
-    def __repr__(self) -> str:
+    @property
+    def counts(self) -> tuple[str, str, str, str]:
+        """How many ranks, stages, microbatches and actions there are, in words."""
         return (
-            f"Schedule({_count(self.num_ranks, 'rank')}, {_count(self.num_stages, 'stage')}, "
-            f"{_count(self.num_microbatches, 'microbatch')}, "
-            f"{_count(self.num_actions, 'action')})"
+            _count(self.num_ranks, "rank"),
+            _count(self.num_stages, "stage"),
+            _count(self.num_microbatches, "microbatch"),
+            _count(self.num_actions, "action"),
         )
+
+    def __repr__(self) -> str:
+        return f"Schedule({', '.join(self.counts)})"
 
     def __str__(self) -> str:
         from penstock.ir.grid import format_grid  # It draws what is defined here.
