@@ -16,6 +16,7 @@ WITHOUT_TORCH = (
     "planner",
     "partition",
     "draw",
+    "comparison",
 )
 WITH_TORCH = (
     "backward",

@@ -4,9 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.amounts import to_caps
-from penstock.cli.comparison import Comparison, Question
-from penstock.cli.costs import ShareCosts, choose_stages_per_rank
+from penstock.cli.costs import choose_stages_per_rank
 from penstock.cli.facts import facts_of
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import (
@@ -20,6 +18,8 @@ from penstock.cli.options import (
     StagesPerRank,
 )
 from penstock.cli.screen import print_json, print_table, sign_of_life
+from penstock.comparison import Comparison, Question, ShareCosts
+from penstock.comparison.amounts import to_caps
 from penstock.draw.panel import in_time
 from penstock.errors import OptionError
 from penstock.planner.placements import describe
@@ -106,10 +106,7 @@ def _print(comparison: Comparison) -> None:
         header.append("why not")
     rows = [row[: len(header)] for row in rows]
     print_table(header, rows, words=("schedule", "placement", "why not"))
-    bounds = [
-        f"{in_time(bound, unit)} ({describe(where)})" for where, bound in comparison.bounds.items()
-    ]
-    print(f"No schedule is faster than {', '.join(bounds)}.")
+    print(comparison.bound_in_words)
 
 
 def _facts(comparison: Comparison) -> dict[str, Any]:

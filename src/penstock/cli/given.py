@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.cli.costs import Costs, StageCosts, read_costs
+from penstock.cli.costs import read_costs
 from penstock.cli.files import PIPE, read_text
+from penstock.comparison import Costs, StageCosts
 from penstock.errors import OptionError, PipelineError, ScheduleError
 from penstock.ir import Schedule
 from penstock.passes import verify

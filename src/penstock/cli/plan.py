@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.amounts import to_amount, to_counts
 from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.options import AsJson, Effort, Output, Seconds
 from penstock.cli.screen import print_json, print_table, sign_of_life
 from penstock.cli.user_code import errors_in_one_line, load_function
+from penstock.comparison.amounts import to_amount, to_counts
 from penstock.draw.panel import TimeUnit, in_memory, in_time
 from penstock.errors import OptionError
 from penstock.planner.placements import describe

@@ -1,14 +1,12 @@
 """`penstock search`: the schedule made for given costs and memory."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.amounts import to_caps
-from penstock.cli.costs import Costs, ShareCosts, choose_stages_per_rank, read_costs
+from penstock.cli.costs import choose_stages_per_rank, read_costs
 from penstock.cli.facts import facts_of
 from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.given import ShapeOptions
@@ -25,11 +23,12 @@ from penstock.cli.options import (
     Seconds,
 )
 from penstock.cli.screen import print_json, print_table, sign_of_life
+from penstock.comparison import Costs, Question, ShareCosts, find_best
+from penstock.comparison.amounts import to_caps
 from penstock.draw.panel import TimeUnit, in_time
-from penstock.errors import OptionError, ScheduleError
+from penstock.errors import OptionError
 from penstock.ir import Placement
 from penstock.planner import SearchResult
-from penstock.planner import search as find
 from penstock.planner.placements import default_placements, describe
 
 
@@ -86,19 +85,8 @@ def search(
     groups = _placements(chosen, num_ranks, stages_per_rank, placement or [])
     caps = to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
     with sign_of_life("Searching"):
-        found = find_best(
-            lambda placements: find(
-                chosen.table(placements[0]),
-                num_ranks,
-                num_microbatches,
-                memory=caps,
-                placements=placements,
-                clock=clock,
-                seconds=seconds / len(groups),
-                effort=effort,
-            ),
-            groups,
-        )
+        question = Question(chosen, num_ranks, num_microbatches, caps, clock)
+        found = find_best(question, groups, seconds=seconds, effort=effort)
     if output is not None:
         write_text(output, found.schedule.to_csv())
     if as_json:
@@ -107,28 +95,6 @@ def search(
         _print(found, chosen.time_unit)
         if output is not None:
             print(f"wrote {output}")
-
-
-def find_best(
-    find_one: Callable[[list[Placement]], SearchResult], groups: Sequence[list[Placement]]
-) -> SearchResult:
-    """The best over groups of placements, each searched by itself; the bound is that of all."""
-    found: list[SearchResult] = []
-    failures: list[ScheduleError] = []
-    for placements in groups:
-        try:
-            found.append(find_one(placements))
-        except ScheduleError as error:  # Nothing with these placements fits.
-            failures.append(error)
-    if not found:
-        raise failures[0]
-    return replace(
-        min(found, key=lambda one: one.time),
-        lower_bound=min(one.lower_bound for one in found),
-        tried=tuple(tried for one in found for tried in one.tried),
-        seconds=sum(one.seconds for one in found),
-        is_complete=all(one.is_complete for one in found),
-    )
 
 
 def _placements(

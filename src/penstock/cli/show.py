@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.costs import Costs, ShareCosts
 from penstock.cli.files import PIPE, check_output
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import CostsText, Delay, Microbatches, Names, Ranks, StagesPerRank
 from penstock.cli.screen import console
+from penstock.comparison import Costs, ShareCosts
 from penstock.draw import Panel, save
 from penstock.draw.output import PICTURES
 from penstock.errors import OptionError

@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.amounts import to_caps
-from penstock.cli.costs import Costs, ShareCosts, read_costs
+from penstock.cli.costs import read_costs
 from penstock.cli.given import Given, describe_shape, read_file
 from penstock.cli.options import CostsText, Memory
+from penstock.comparison import Costs, ShareCosts
+from penstock.comparison.amounts import to_caps
 from penstock.errors import PipelineError, ScheduleError
 from penstock.passes import verify as check
 

@@ -1,27 +1,19 @@
-"""Schedules for one question side by side: what `penstock compare` prints."""
+"""Schedules for one question side by side: what `penstock compare` and the studio show."""
 
 from dataclasses import dataclass
 
-from penstock.cli.costs import Costs, StageCosts
+from penstock.comparison.best import find_best
+from penstock.comparison.costs import StageCosts
+from penstock.comparison.question import Question
+from penstock.draw.panel import in_time
 from penstock.ir import Placement, Schedule
-from penstock.planner import Problem, lower_bound, search
-from penstock.planner.placements import default_placements
+from penstock.planner import Problem, lower_bound
+from penstock.planner.placements import default_placements, describe
 from penstock.planner.problem import nothing_fits
-from penstock.schedules.base import Clock, Generator, Shape
+from penstock.schedules.base import Generator, Shape
 from penstock.sim import Report, simulate
 
 _EFFORT, _SECONDS = 0.1, 10.0  # A taste, in a second or less: `penstock search` is thorough.
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What all schedules are compared for."""
-
-    costs: Costs
-    num_ranks: int
-    num_microbatches: int
-    memory: float | tuple[float, ...] | None
-    clock: Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +55,38 @@ class Comparison:
         """A time that no schedule can beat, for each placement."""
         return {placement: bound for placement, (_, bound) in self._bounds.items()}
 
-    def add(self, name: str, schedule: Schedule) -> None:
+    @property
+    def bound_in_words(self) -> str:
+        """The bounds in a sentence."""
+        unit = self.question.costs.time_unit
+        bounds = [
+            f"{in_time(time, unit)} ({describe(where)})" for where, time in self.bounds.items()
+        ]
+        return f"No schedule is faster than {', '.join(bounds)}."
+
+    def add(self, name: str, schedule: Schedule) -> Row | None:
+        """Adds a schedule; without a backward it is left out."""
         if not schedule.has_backward:
             self.left_out[name] = "has no backward"
-            return
+            return None
         problem, bound = self._bound(schedule.placement)
         report = simulate(schedule, problem.costs)
         time = problem.time_of(report)
-        over = problem.find_excess(report)
+        excess = self.question.describe_excess(problem, report)
         is_makespan = self.question.clock == "makespan"
-        self._rows.append(
-            Row(
-                name=name,
-                placement=schedule.placement,
-                report=report,
-                time=time,
-                bubble=report.bubble_by_makespan if is_makespan else report.bubble_by_span,
-                gap=_gap(time, bound) if over is None else None,
-                excess=""
-                if over is None
-                else f"needs {report.ranks[over].peak_memory:.5g} on rank {over}",
-            )
+        row = Row(
+            name=name,
+            placement=schedule.placement,
+            report=report,
+            time=time,
+            bubble=report.bubble_by_makespan if is_makespan else report.bubble_by_span,
+            gap=None if excess else _gap(time, bound),
+            excess=excess,
         )
+        self._rows.append(row)
+        return row
 
-    def add_registered(self, generator: Generator, stages_per_rank: int | None) -> None:
+    def add_registered(self, generator: Generator, stages_per_rank: int | None) -> Row | None:
         """Only if it trains; with `stages_per_rank` if it takes any number, else with its own."""
         count = generator.stages_per_rank
         if generator.takes_any_stages_per_rank and stages_per_rank is not None:
@@ -105,7 +105,8 @@ class Comparison:
                 num_ranks=shape.p, num_microbatches=shape.m, stages_per_rank=shape.v
             )
             if schedule.has_backward:
-                self.add(generator.name, schedule)
+                return self.add(generator.name, schedule)
+        return None
 
     def check_memory(self) -> None:
         """Raises if nothing can fit, and says what would."""
@@ -120,28 +121,12 @@ class Comparison:
             if num_stages % question.num_ranks:
                 continue  # They are in a file, and cannot be placed otherwise.
             placements = default_placements(num_stages, question.num_ranks)
-            found = search(
-                question.costs.table(placements[0]),
-                question.num_ranks,
-                question.num_microbatches,
-                memory=question.memory,
-                placements=placements,
-                clock=question.clock,
-                seconds=_SECONDS,
-                effort=_EFFORT,
-            )
+            found = find_best(question, [placements], seconds=_SECONDS, effort=_EFFORT)
             self.add("searched", found.schedule)
 
     def _bound(self, placement: Placement) -> tuple[Problem, float]:
         if placement not in self._bounds:
-            question = self.question
-            problem = Problem.of(
-                question.costs.table(placement),
-                placement,
-                question.num_microbatches,
-                memory=question.memory,
-                clock=question.clock,
-            )
+            problem = self.question.problem(placement)
             self._bounds[placement] = problem, lower_bound(problem)
         return self._bounds[placement]
 

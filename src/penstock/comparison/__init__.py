@@ -1,0 +1,16 @@
+"""Schedules for one question side by side, and the costs as people give them."""
+
+from penstock.comparison.best import find_best
+from penstock.comparison.comparison import Comparison, Row
+from penstock.comparison.costs import Costs, ShareCosts, StageCosts
+from penstock.comparison.question import Question
+
+__all__ = [
+    "Comparison",
+    "Costs",
+    "Question",
+    "Row",
+    "ShareCosts",
+    "StageCosts",
+    "find_best",
+]

@@ -1,0 +1,154 @@
+"""Costs as people give them: of a rank's share of the model, or of the stages of a file."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import ceil
+from statistics import fmean
+from typing import TypeAlias
+
+from penstock.draw.panel import MemoryUnit, TimeUnit
+from penstock.errors import OptionError
+from penstock.ir import Placement, Rank, Schedule
+from penstock.sim import CostTable, Recording
+
+
+@dataclass(frozen=True, slots=True)
+class ShareCosts:
+    """Times and memory of a rank's whole share of the model, however many stages it has.
+
+    Each is one number for all ranks, or several along the model, from its first layers to its last:
+    with 1, 1 and 4 the last third costs four times as much as the others, on whichever ranks.
+
+    >>> ShareCosts(forward=(1.0, 1.0, 4.0)).table(Placement.linear(3)).forward
+    (1.0, 1.0, 4.0)
+    >>> ShareCosts(forward=(1.0, 1.0, 4.0)).table(Placement.v(3)).forward
+    (0.5, 0.5, 0.5, 0.5, 2.0, 2.0)
+    """
+
+    forward: tuple[float, ...] = (1.0,)
+    backward_input: tuple[float, ...] = (1.0,)
+    backward_weight: tuple[float, ...] = (1.0,)
+    after_forward: tuple[float, ...] = (1.0,)
+    after_input: tuple[float, ...] = (1.0,)
+    delay: float = 0.0
+    overlap_saving: float = 0.0
+    time_unit: TimeUnit = ""
+    memory_unit: MemoryUnit = ""
+    schedule: None = None
+
+    def table(self, placement: Placement) -> CostTable:
+        """The costs of the stages."""
+        return CostTable(
+            forward=_along(self.forward, placement),
+            backward_input=_along(self.backward_input, placement),
+            backward_weight=_along(self.backward_weight, placement),
+            after_forward=_along(self.after_forward, placement),
+            after_input=_along(self.after_input, placement),
+            delay=self.delay,
+            overlap_saving=self.overlap_saving,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """The costs of given stages."""
+
+    source: str
+    costs: CostTable
+    time_unit: TimeUnit
+    schedule: Schedule | None
+    """What was recorded, if they are from a recording."""
+    memory_unit: MemoryUnit = ""
+
+    @classmethod
+    def of_recording(cls, source: str, recording: Recording, delay: float | None) -> "StageCosts":
+        """What was measured, in seconds."""
+        costs = with_delay(recording.costs(), delay)
+        return cls(source, costs, "s", recording.schedule)
+
+    def table(self, placement: Placement) -> CostTable:
+        """The costs, if they are of as many stages as `placement` has.
+
+        Those that were recorded are known by rank too: with another number of stages, each has an
+        equal part of what its rank took.
+        """
+        if placement.num_stages != self.costs.num_stages:
+            recorded = None if self.schedule is None else self.schedule.placement
+            if recorded is not None and recorded.num_ranks == placement.num_ranks:
+                return _spread(self.costs, recorded, placement)
+            raise OptionError(
+                f"{self.source} has the costs of {self.costs.num_stages} stages, but "
+                f"{placement.num_stages} are needed. Give costs for each stage, or a schedule "
+                "with as many stages as there are costs."
+            )
+        return self.costs
+
+
+Costs: TypeAlias = ShareCosts | StageCosts
+
+
+def with_delay(costs: CostTable, delay: float | None) -> CostTable:
+    """The costs, with `delay` in place of the delays that are known, if it is given."""
+    if delay is None:
+        return costs
+    return replace(costs, delay=(delay,) * (costs.num_stages - 1))
+
+
+def mean_delay(costs: CostTable, placement: Placement) -> float:
+    """What a message between ranks takes on average."""
+    between_ranks = [
+        delay
+        for delay, ends in zip(costs.delay, pairwise(placement.ranks), strict=True)
+        if ends[0] != ends[1]
+    ]
+    return fmean(between_ranks) if between_ranks else 0.0
+
+
+def _along(values: Sequence[float], placement: Placement) -> list[float]:
+    """What each stage has of values that are given along the model.
+
+    Each value holds for an equal part of the model, and each stage is as large a part of it as its
+    rank has stages: with 2 values, 3 ranks and a stage on each, the second has half of both parts.
+
+        values     |     a     |     b     |
+        stages     |   0   |   1   |   2   |
+    """
+    counts = Counter(placement.ranks)
+    shares = [Fraction(1, counts[rank]) for rank in placement.ranks]
+    per_share = Fraction(len(values), placement.num_ranks)  # How many values a share covers.
+    ends = [end * per_share for end in accumulate(shares, initial=Fraction(0))]
+    return [
+        sum(
+            values[part] * float(_overlap(start, end, part) / per_share)
+            for part in range(int(start), ceil(end))
+        )
+        for start, end in pairwise(ends)
+    ]
+
+
+def _overlap(start: Fraction, end: Fraction, part: int) -> Fraction:
+    return min(end, Fraction(part + 1)) - max(start, Fraction(part))
+
+
+def _spread(costs: CostTable, recorded: Placement, placement: Placement) -> CostTable:
+    """The costs by rank, in equal parts for the stages that a rank has in another placement."""
+    counts = Counter(placement.ranks)
+
+    def spread(values: Sequence[float]) -> list[float]:
+        totals: defaultdict[Rank, float] = defaultdict(float)
+        for rank, value in zip(recorded.ranks, values, strict=True):
+            totals[rank] += value
+        return [totals[rank] / counts[rank] for rank in placement.ranks]
+
+    return CostTable(
+        forward=spread(costs.forward),
+        backward_input=spread(costs.backward_input),
+        backward_weight=spread(costs.backward_weight),
+        backward=spread(costs.backward),
+        after_forward=spread(costs.after_forward),
+        after_input=spread(costs.after_input),
+        delay=mean_delay(costs, recorded),
+    )
