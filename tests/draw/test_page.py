@@ -164,6 +164,15 @@ def test_memory_that_is_nowhere_held_is_a_flat_curve() -> None:
     assert [{"times": [0.0], "held": [0.0]}] * 4 == found["memory"]
 
 
+def test_caps_are_given_with_the_scale_that_shows_them() -> None:
+    report = panel("1F1B").report
+    capped, plain = page_data([Panel("1F1B", report, caps=(5, 4, 3, 2)), Panel("1F1B", report)])[
+        "panels"
+    ]
+    assert ([5, 4, 3, 2], []) == (capped["caps"], plain["caps"])
+    assert (5, 5) == (capped["memory_scale"], plain["memory_scale"])
+
+
 def test_step_that_takes_no_time_has_no_bubble() -> None:
     costs = CostTable.uniform(4, forward=0.0, backward_input=0.0, backward_weight=0.0)
     (found,) = page_data([panel(costs=costs)])["panels"]

@@ -2,12 +2,13 @@
 
 import re
 from itertools import combinations
+from math import inf, nan
 
 import pytest
 from panels import overlap_panel, panel, unit_panel
 
 from penstock.draw.colours import TEXT, colour
-from penstock.draw.panel import Kind, Panel, bars, kinds
+from penstock.draw.panel import Kind, Panel, bars, kinds, memory_scale
 from penstock.errors import DrawError
 from penstock.ir import Backward, BackwardInput, Forward, Overlap
 from penstock.passes import add_comms
@@ -130,6 +131,45 @@ def test_beneath_with_other_ranks_is_refused() -> None:
     four, two = panel("1F1B", ranks=4), panel("1F1B", ranks=2)
     with pytest.raises(DrawError, match=r"beneath has 2 ranks, but the report of 'both' has 4\."):
         Panel("both", four.report, beneath=two.report)
+
+
+@pytest.mark.parametrize(
+    ("caps", "message"),
+    [
+        ((4.0, 4.0), r"caps has 2 numbers, but the report of 'both' has 4 ranks\. Give one for"),
+        ((4.0, 4.0, 4.0, inf), r"caps of 'both' is \(4\.0, .*inf\)\. Expected finite numbers"),
+        ((4.0, 4.0, 4.0, nan), r"caps of 'both' is .* Leave caps out where there is no limit\."),
+        ((-1.0, 4.0, 4.0, 4.0), r"caps of 'both' is .* Expected finite numbers from 0\."),
+    ],
+)
+def test_caps_other_than_a_number_for_each_rank_are_refused(
+    caps: tuple[float, ...], message: str
+) -> None:
+    with pytest.raises(DrawError, match=message):
+        Panel("both", panel("1F1B", ranks=4).report, caps=caps)
+
+
+@pytest.mark.parametrize(
+    ("caps", "expected"),
+    [
+        ((), 4.0),
+        ((2.0,) * 4, 4.0),
+        ((5.0, 6.0, 2.0, 3.0), 6.0),
+        ((8.0,) * 4, 8.0),
+        ((9.0,) * 4, 4.0),
+    ],
+)
+def test_memory_scale_has_room_for_the_caps_unless_they_are_far_above(
+    caps: tuple[float, ...], expected: float
+) -> None:
+    drawn = Panel("1F1B", panel("1F1B", ranks=4).report, caps=caps)
+    assert 4.0 == drawn.report.peak_memory
+    assert expected == memory_scale([drawn, unit_panel()], "")
+
+
+def test_memory_scale_is_that_of_all_panels_of_a_unit() -> None:
+    drawn = [panel("1F1B"), panel("GPipe")]
+    assert 8.0 == memory_scale(drawn, "")
 
 
 def test_panel_of_a_recording_has_the_measured_step_over_the_simulated_one() -> None:

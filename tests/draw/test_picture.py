@@ -174,6 +174,30 @@ def test_memory_curve_has_the_steps_of_the_report() -> None:
     assert times == list(patch.get_data().edges)
 
 
+def test_cap_is_a_line_over_each_ranks_memory() -> None:
+    drawn = Panel("1F1B", panel("1F1B", 2, 4).report, caps=(3.0, 1.0))
+    axes = axes_of(draw_figure([drawn]), "1F1B: memory")
+    found = [lines for lines in axes.collections if lines.get_gid() == "cap"]
+    levels = [lines.get_paths()[0].vertices[0][1] for lines in found]
+    bottoms = [0.30, 0.66]
+    expected = [bottoms[0] - 0.30, bottoms[1] - 0.30 * 1 / 3]
+    assert expected == pytest.approx(levels)
+
+
+def test_legend_names_the_cap_where_there_is_one() -> None:
+    plain = panel("1F1B", 2, 4)
+    for caps, expected in (((), []), ((3.0, 1.0), ["cap of the memory"])):
+        (legend,) = draw_figure([Panel("1F1B", plain.report, caps=caps)]).legends
+        written = [text.get_text() for text in legend.get_texts()]
+        assert ["forward", "full backward", "idle", *expected] == written
+
+
+def test_cap_far_above_the_memory_is_not_drawn() -> None:
+    drawn = Panel("1F1B", panel("1F1B", 2, 4).report, caps=(3.0, 1000.0))
+    axes = axes_of(draw_figure([drawn]), "1F1B: memory")
+    assert 1 == sum(lines.get_gid() == "cap" for lines in axes.collections)
+
+
 def test_memory_can_be_left_out() -> None:
     figure = draw_figure([panel()], memory=False)
     assert ["1F1B"] == [axes.get_label() for axes in figure.axes]

@@ -11,7 +11,17 @@ from string import Template
 from typing import TypedDict
 
 from penstock.draw.colours import TEXT, colour
-from penstock.draw.panel import Bar, Kind, MemoryUnit, Panel, TimeUnit, bars, check_panels, kinds
+from penstock.draw.panel import (
+    Bar,
+    Kind,
+    MemoryUnit,
+    Panel,
+    TimeUnit,
+    bars,
+    check_panels,
+    kinds,
+    memory_scale,
+)
 from penstock.ir import Schedule
 from penstock.sim import Report
 
@@ -71,6 +81,10 @@ class PanelData(TypedDict):
     bubbles: list[str]
     peaks: list[str]
     peak_memory: float
+    caps: list[float]
+    """What each rank may hold; empty if there is no cap."""
+    memory_scale: float
+    """What fills the height of a memory curve."""
     table: TableData
     timeline: TimelineData
     beneath: list[TimelineData]
@@ -138,14 +152,18 @@ def page_data(panels: Sequence[Panel]) -> PageData:
         for kind in Kind
         if kind in found
     ]
-    return {"text_colour": TEXT, "kinds": legend, "panels": [_panel(panel) for panel in panels]}
+    return {
+        "text_colour": TEXT,
+        "kinds": legend,
+        "panels": [_panel(panel, panels) for panel in panels],
+    }
 
 
 def _reports(panel: Panel) -> list[Report]:
     return [panel.report] if panel.beneath is None else [panel.report, panel.beneath]
 
 
-def _panel(panel: Panel) -> PanelData:
+def _panel(panel: Panel, panels: Sequence[Panel]) -> PanelData:
     report = panel.report
     timeline, *beneath = map(_timeline, _reports(panel))
     curves = [report.memory(rank) for rank in range(len(report.ranks))]
@@ -158,6 +176,8 @@ def _panel(panel: Panel) -> PanelData:
         "bubbles": _bubbles(report),
         "peaks": [panel.memory(rank.peak_memory) for rank in report.ranks],
         "peak_memory": report.peak_memory,
+        "caps": list(panel.caps),
+        "memory_scale": memory_scale(panels, panel.memory_unit),
         "table": _table(panel),
         "timeline": timeline,
         "beneath": beneath,

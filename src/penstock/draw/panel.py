@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import Literal, NamedTuple
 
 from penstock.errors import DrawError
@@ -65,6 +66,8 @@ class Panel:
     memory_unit: MemoryUnit = ""
     beneath: Report | None = None
     """Laid beneath each rank's lane, to compare: the simulated timeline of a measured step."""
+    caps: tuple[float, ...] = ()
+    """What each rank may hold, drawn as a line over its memory; empty if there is no cap."""
 
     def __post_init__(self) -> None:
         # It may be a file's name, in which anything can be.
@@ -74,6 +77,16 @@ class Panel:
             raise DrawError(
                 f"beneath has {len(self.beneath.ranks)} ranks, but the report of {self.title!r} "
                 f"has {len(self.report.ranks)}. Give a timeline of the same ranks."
+            )
+        if self.caps and len(self.caps) != len(self.report.ranks):
+            raise DrawError(
+                f"caps has {len(self.caps)} numbers, but the report of {self.title!r} has "
+                f"{len(self.report.ranks)} ranks. Give one for each rank, or none."
+            )
+        if not all(0 <= cap < inf for cap in self.caps):
+            raise DrawError(
+                f"caps of {self.title!r} is {self.caps}. Expected finite numbers from 0. "
+                "Leave caps out where there is no limit."
             )
 
     @classmethod
@@ -130,6 +143,17 @@ def in_memory(value: float, unit: MemoryUnit) -> str:
         if value >= 1024**exponent:
             return f"{value / 1024**exponent:.4g} {name}"
     return f"{value:.4g} B"
+
+
+def memory_scale(panels: Sequence[Panel], unit: MemoryUnit) -> float:
+    """What fills the height of a memory curve, for all panels of the unit.
+
+    That is the peak, or a cap above it, unless the curves would become too low to be read.
+    """
+    alike = [panel for panel in panels if panel.memory_unit == unit]
+    peak = max(panel.report.peak_memory for panel in alike)
+    caps = (cap for panel in alike for cap in panel.caps if cap <= 2 * peak)
+    return max(peak, *caps, 0.0) or 1.0
 
 
 def check_panels(panels: Sequence[Panel]) -> None:

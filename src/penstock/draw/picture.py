@@ -6,8 +6,9 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.draw.colours import colour
-from penstock.draw.panel import Kind, Panel, bars, check_panels, kinds
+from penstock.draw.panel import Kind, Panel, bars, check_panels, kinds, memory_scale
 from penstock.draw.picture_lanes import (
+    CAP_DASHES,
     draw_labels,
     draw_lanes,
     draw_memory,
@@ -17,6 +18,7 @@ from penstock.draw.picture_lanes import (
 from penstock.draw.picture_look import Page, new_figure, page, plain_style, save
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -118,7 +120,8 @@ def draw_figure(panels: Sequence[Panel], *, memory: bool = True, dark: bool = Fa
         if has_axis:
             _draw_time_axis(axes, panel, colours)
         if memory:
-            _draw_memory_column(sheet, panel, top, limits[panel.time_unit], _peak(panels, panel))
+            scale = memory_scale(panels, panel.memory_unit)
+            _draw_memory_column(sheet, panel, top, limits[panel.time_unit], scale)
         top += height
     return figure
 
@@ -144,12 +147,6 @@ def _lanes_width(panels: Sequence[Panel], limits: dict[str, float]) -> float:
     return min(width, _LANES_MOST)
 
 
-def _peak(panels: Sequence[Panel], panel: Panel) -> float:
-    """The most memory in any panel of the same unit as `panel`."""
-    same = (other for other in panels if other.memory_unit == panel.memory_unit)
-    return max(other.report.peak_memory for other in same) or 1.0
-
-
 def _draw_timeline(sheet: _Sheet, panel: Panel, top: float, limit: float) -> "Axes":
     """Title, facts, lanes and bubbles."""
     drawn = lanes(panel)
@@ -166,7 +163,9 @@ def _draw_timeline(sheet: _Sheet, panel: Panel, top: float, limit: float) -> "Ax
     return axes
 
 
-def _draw_memory_column(sheet: _Sheet, panel: Panel, top: float, limit: float, peak: float) -> None:
+def _draw_memory_column(
+    sheet: _Sheet, panel: Panel, top: float, limit: float, scale: float
+) -> None:
     left = _LEFT + sheet.width + _BUBBLE + _GAP
     headline = top + _TITLE + 0.14
     sheet.write("memory", left, headline)
@@ -174,7 +173,7 @@ def _draw_memory_column(sheet: _Sheet, panel: Panel, top: float, limit: float, p
     axes = sheet.add_axes(left, top + _TITLE + _FACTS, _MEMORY, lanes(panel)[-1].bottom)
     axes.set_xlim(0.0, limit)
     axes.set_label(f"{panel.title}: memory")
-    draw_memory(axes, panel, sheet.colours, scale=peak)
+    draw_memory(axes, panel, sheet.colours, scale=scale)
 
 
 def _draw_time_axis(axes: "Axes", panel: Panel, colours: Page) -> None:
@@ -208,6 +207,7 @@ def _draw_time_axis(axes: "Axes", panel: Panel, colours: Page) -> None:
 
 def _draw_legend(sheet: _Sheet, panels: Sequence[Panel]) -> None:
     """Once for all panels."""
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     found = {kind for panel in panels for kind in kinds(panel.report)}
@@ -217,12 +217,17 @@ def _draw_legend(sheet: _Sheet, panels: Sequence[Panel]) -> None:
     if most > 1:
         entries.append(("paler: later stages of the rank", colour(Kind.FORWARD, most - 1, most)))
     entries.append(("idle", sheet.colours.idle))
+    handles: list[Artist] = [Patch(facecolor=fill, label=words) for words, fill in entries]
+    if any(panel.caps for panel in panels):
+        line = Line2D([], [], color=sheet.colours.ink, linestyle=CAP_DASHES, linewidth=0.7)
+        line.set_label("cap of the memory")
+        handles.append(line)
     width, height = sheet.figure.get_size_inches()
     sheet.figure.legend(
-        handles=[Patch(facecolor=fill, label=words) for words, fill in entries],
+        handles=handles,
         loc="upper left",
         bbox_to_anchor=(_LEFT / width, 1 - _TOP / height),
-        ncols=len(entries),
+        ncols=len(handles),
         frameon=False,
         borderpad=0,
         borderaxespad=0,

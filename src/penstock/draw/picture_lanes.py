@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 NUMBER_SIZE = 7.5
 """Of the microbatch numbers, in points."""
+CAP_DASHES = (0.0, (3.0, 2.0))
 _POINTS = 72.0  # To the inch.
 _DIGIT = 0.64  # Width of a digit in this font, of its size.
 _MARGIN = 0.3  # What a number needs around it, of its size.
@@ -135,6 +136,17 @@ def draw_memory(axes: "Axes", panel: Panel, colours: Page, *, scale: float) -> N
             color=colours.memory,
             linewidth=0,
         )
+        if panel.caps and panel.caps[lane.rank] <= scale:
+            level = lane.bottom - panel.caps[lane.rank] / scale * lane.height
+            axes.hlines(
+                level,
+                0.0,
+                end,
+                colors=colours.ink,
+                linewidths=0.7,
+                linestyles=CAP_DASHES,
+                gid="cap",
+            )
         axes.annotate(
             panel.memory(panel.report.ranks[lane.rank].peak_memory),
             (1.0, lane.middle),

@@ -95,7 +95,7 @@ class Lanes {
   isInside(x) { return x >= this.left && x <= this.left + this.plotWidth; }
 
   /** `hit` is what the pointer is at, on whatever panel; `pointerTime` may be NaN. */
-  draw(colours, hit, pointerTime, largestMemory) {
+  draw(colours, hit, pointerTime) {
     const pen = this.pen = this.canvas.getContext("2d");
     this.colours = colours;
     pen.setTransform(this.scale, 0, 0, this.scale, 0, 0);
@@ -107,7 +107,7 @@ class Lanes {
     pen.rect(this.left, 0, this.plotWidth, this.bottom);
     pen.clip();
     for (const row of this.rows) {
-      if (row.role === "memory") this.drawMemory(row, largestMemory);
+      if (row.role === "memory") this.drawMemory(row);
       else this.drawBars(row, hit?.microbatch);
     }
     if (hit?.lanes === this) this.outline(hit);
@@ -184,31 +184,57 @@ class Lanes {
     pen.fillText(text, (left + right) / 2, top + tall / 2 + 0.5);
   }
 
-  drawMemory({ y, height, curve }, largest) {
-    const { pen, axis } = this;
+  drawMemory({ rank, y, height, curve }) {
+    const { pen, axis, colours, panel } = this;
     const { times, held } = curve;
     const base = y + height;
-    const level = (amount) => base - (height - 1) * amount / largest;
+    const level = (amount) => base - (height - 1) * amount / panel.memory_scale;
     const first = Math.max(countUpTo(times, axis.start) - 1, 0);
-    pen.beginPath();
-    pen.moveTo(this.x(times[first]), base);
+    const path = new Path2D();
+    path.moveTo(this.x(times[first]), base);
     let amount = held[first];
     for (let n = first; n < times.length && times[n] <= axis.end; n++) {
       if (times[n] === times[n + 1]) continue; // What is held for no time would be a speck.
-      pen.lineTo(this.x(times[n]), level(amount));
+      path.lineTo(this.x(times[n]), level(amount));
       amount = held[n];
-      pen.lineTo(this.x(times[n]), level(amount));
+      path.lineTo(this.x(times[n]), level(amount));
     }
     // Its right edge is not to be seen before the step ends.
-    const end = Math.min(axis.end + axis.length, this.panel.timeline.makespan);
-    pen.lineTo(this.x(end), level(amount));
-    pen.lineTo(this.x(end), base);
-    pen.fillStyle = pen.strokeStyle = this.colours.memory;
-    pen.globalAlpha = 0.3;
-    pen.fill();
+    const end = Math.min(axis.end + axis.length, panel.timeline.makespan);
+    path.lineTo(this.x(end), level(amount));
+    path.lineTo(this.x(end), base);
+    this.shade(path, colours.memory, 0.3);
+    const cap = panel.caps[rank];
+    if (cap <= panel.memory_scale) this.drawCap(path, y, level(cap), this.x(0), this.x(end));
+  }
+
+  shade(path, colour, alpha) {
+    const { pen } = this;
+    pen.fillStyle = pen.strokeStyle = colour;
+    pen.globalAlpha = alpha;
+    pen.fill(path);
     pen.globalAlpha = 1;
     pen.lineWidth = 1;
+    pen.stroke(path);
+  }
+
+  /** What is held above the cap has another colour. */
+  drawCap(path, top, level, from, to) {
+    const { pen, colours } = this;
+    pen.save();
+    pen.beginPath();
+    pen.rect(from, top - 1, to - from, level - top + 0.5);
+    pen.clip();
+    this.shade(path, colours.over, 0.6);
+    pen.restore();
+    pen.setLineDash([4, 3]);
+    pen.beginPath();
+    pen.moveTo(from, level);
+    pen.lineTo(to, level);
+    pen.strokeStyle = colours.ink;
+    pen.lineWidth = 1;
     pen.stroke();
+    pen.setLineDash([]);
   }
 
   outline({ row, start, end, half }) {

@@ -13,7 +13,10 @@ class Timeline {
     this.tooltip = make("div", { class: "tooltip", role: "status" });
     element.replaceChildren(this.tools, this.body, this.tooltip);
     this.setData(data);
-    new ResizeObserver(() => this.redraw()).observe(this.body);
+    // Its height changes with what is drawn, which is no reason to draw it again.
+    new ResizeObserver(() => {
+      if (this.body.clientWidth !== this.width) this.redraw();
+    }).observe(this.body);
     const print = (isPrinting) => {
       this.isPrinting = isPrinting;
       this.redraw();
@@ -41,7 +44,10 @@ class Timeline {
       (panel) => new Lanes(panel, this.axes.get(panel.time_unit), data.text_colour));
     const other = "in another unit, on its own axis";
     const remark = ({ axis }) => axis === this.all[0].axis ? "" : other;
+    const open = [...this.body.querySelectorAll("details")].map((details) => details.open);
     this.body.replaceChildren(...this.all.map((lanes) => describePanel(lanes, remark(lanes))));
+    // What was unfolded stays so.
+    this.body.querySelectorAll("details").forEach((details, n) => { details.open = open[n]; });
     this.all.forEach((lanes) => this.listen(lanes));
     this.buildTools();
     this.point(null);
@@ -75,10 +81,12 @@ class Timeline {
       make("span", { class: `swatch ${extra}` }, ...colours.map(coloured)), words);
     const shades = make("li", { class: "hint" }, "paler: later stages of a rank");
     const hasShades = this.data.kinds[0].colours.length > 1;
+    const dashes = make("li", { class: "hint" }, "dashed: what a rank may hold");
+    const hasCaps = this.data.panels.some((panel) => panel.caps.length > 0);
     this.tools.replaceChildren(
       make("ul", { class: "legend", "aria-label": "Legend" },
         ...this.data.kinds.map((kind) => entry(kind.colours, kind.words)),
-        entry([], "idle", "idle"), ...(hasShades ? [shades] : [])),
+        entry([], "idle", "idle"), ...(hasShades ? [shades] : []), ...(hasCaps ? [dashes] : [])),
       make("div", { class: "buttons" }, ...buttons),
       make("span", { class: "hint" }, KEYS));
   }
@@ -86,14 +94,14 @@ class Timeline {
   /** Lays everything out anew, finely enough for the screen or the printer. */
   redraw() {
     const scale = this.isPrinting ? 3 : devicePixelRatio;
-    const width = this.body.clientWidth;
+    const width = this.width = this.body.clientWidth;
     if (width === 0) return;
     // The page's colours, as the theme has them now.
     const style = (name) => {
       this.body.style.color = `var(--${name})`;
       return getComputedStyle(this.body).color;
     };
-    const names = ["ink", "muted", "track", "line", "memory"];
+    const names = ["ink", "muted", "track", "line", "memory", "over"];
     this.colours = Object.fromEntries(names.map((name) => [name, style(name)]));
     this.body.style.color = "";
     for (const lanes of this.all) {
@@ -104,11 +112,8 @@ class Timeline {
 
   paint() {
     for (const lanes of this.all) {
-      const { memory_unit: unit } = lanes.panel;
-      const alike = this.data.panels.filter((panel) => panel.memory_unit === unit);
-      const largest = Math.max(...alike.map((panel) => panel.peak_memory));
       const time = lanes.axis === this.pointerAxis ? this.pointerTime : NaN;
-      lanes.draw(this.colours, this.hit, time, largest);
+      lanes.draw(this.colours, this.hit, time);
     }
   }
 

@@ -32,8 +32,10 @@ function describe(hit, words) {
     ([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))]));
   const name = (text, ...before) => make("div", { class: "name" }, ...before, text);
   if (row.role === "memory") {
+    const cap = panel.caps.length === 0 ? {}
+      : { "its cap": amountInWords(panel.caps[row.rank], panel.memory_unit) };
     return [name(`rank ${row.rank} holds ${amountInWords(hit.held, panel.memory_unit)}`),
-      pairs({ at: time(hit.time), "its peak": panel.peaks[row.rank] })];
+      pairs({ at: time(hit.time), "its peak": panel.peaks[row.rank], ...cap })];
   }
   const { lane, timeline } = row;
   const when = { start: time(hit.start), end: time(hit.end), duration: time(hit.end - hit.start) };
