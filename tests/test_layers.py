@@ -17,6 +17,7 @@ WITHOUT_TORCH = (
     "partition",
     "draw",
     "comparison",
+    "studio",
 )
 WITH_TORCH = (
     "backward",

@@ -13,7 +13,7 @@ from command_line import PROGRAM, run, run_process
 from penstock.cli.screen import print_json
 
 SCHEDULES = ("show", "simulate", "compare", "search", "verify", "convert")
-COMMANDS = (*SCHEDULES, "plan", "list", "train", "demo")
+COMMANDS = (*SCHEDULES, "plan", "list", "train", "demo", "studio")
 
 
 @pytest.mark.parametrize("program", [[PROGRAM], [sys.executable, "-m", "penstock"]])

@@ -20,6 +20,7 @@ from penstock.cli.plan import plan
 from penstock.cli.search import search
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
+from penstock.cli.studio import studio
 from penstock.cli.train import train
 from penstock.cli.verify import verify
 from penstock.errors import PipelineError
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(show)
 app.command()(simulate)
+app.command()(studio)
 app.command()(compare)
 app.command()(search)
 app.command()(plan)

@@ -1,0 +1,1 @@
+"""A page to play with: what is changed on it is drawn and compared at once."""

@@ -1,0 +1,217 @@
+"""What the page is told: the picture, the table, and files to take away."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final, NotRequired, TypedDict
+
+from penstock.comparison import Comparison, Question, Row, find_best
+from penstock.draw import Panel, save
+from penstock.draw.page import PageData, page_data
+from penstock.draw.panel import in_memory, in_time
+from penstock.errors import PipelineError, ScheduleError
+from penstock.ir import Placement, Schedule
+from penstock.planner import SearchResult
+from penstock.planner.placements import default_placements, describe
+from penstock.planner.problem import nothing_fits
+from penstock.schedules import REGISTRY, get
+from penstock.sim import Report, simulate
+from penstock.studio.inputs import SEARCHED, InputError, Inputs
+from penstock.studio.python_text import python_text
+
+# What a name ends in, for each kind of file.
+FILES: Final = {
+    "CSV": ".csv",
+    "SVG": ".svg",
+    "PNG": ".png",
+    "page": ".html",
+    "trace": "_trace.json",
+    "costs": "_costs.json",
+}
+
+
+class FileData(TypedDict):
+    """A file that can be asked for."""
+
+    label: str
+    href: str
+
+
+class PictureData(TypedDict):
+    """The picture, and what goes with it."""
+
+    page: PageData
+    notes: list[str]
+    python: str
+    files: list[FileData]
+
+
+class RowData(TypedDict):
+    """A schedule in the table: what it takes, in words and to sort by, or why it cannot be made."""
+
+    name: str
+    cells: list[str]
+    fits: bool
+    time: float | None
+    peak: float | None
+    why: str
+    note: NotRequired[str]
+
+
+class BoundData(TypedDict):
+    """Stands under the table."""
+
+    bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A schedule that is drawn."""
+
+    name: str
+    schedule: Schedule
+    report: Report
+    excess: str
+    """What it needs more than there is; empty if it fits."""
+
+
+def search(inputs: Inputs) -> SearchResult:
+    """The best for the question, with one stage per rank, two, or as many as are asked for."""
+    groups = _groups(inputs)
+    return find_best(inputs.question, groups, seconds=inputs.seconds, effort=inputs.effort)
+
+
+def check_memory(inputs: Inputs) -> None:
+    """Raises if nothing at all fits."""
+    problems = [
+        inputs.question.problem(placement)
+        for placements in _groups(inputs)
+        for placement in placements
+    ]
+    if all(problem.find_shortage() is not None for problem in problems):
+        raise InputError({"memory": str(nothing_fits(problems))})
+
+
+def make(inputs: Inputs, field: str, name: str, found: SearchResult | None) -> Shown:
+    """The schedule that `field` names; `found` is the searched one."""
+    question = inputs.question
+    if name == SEARCHED:
+        assert found is not None
+        schedule = found.schedule
+    else:
+        generator = get(name)
+        try:
+            schedule = generator(
+                num_ranks=question.num_ranks,
+                num_microbatches=question.num_microbatches,
+                stages_per_rank=inputs.stages_per_rank
+                if generator.takes_any_stages_per_rank
+                else None,
+            )
+        except ScheduleError as error:
+            raise InputError({field: str(error)}) from error
+    problem = question.problem(schedule.placement)
+    report = simulate(schedule, problem.costs)
+    return Shown(name, schedule, report, question.describe_excess(problem, report))
+
+
+def panels(question: Question, shown: list[Shown]) -> list[Panel]:
+    """What is drawn, with the line of the memory that there is."""
+    memory = question.memory
+    caps = () if memory is None else memory if isinstance(memory, tuple) else (memory,)
+    return [
+        Panel(
+            one.name,
+            one.report,
+            time_unit=question.costs.time_unit,
+            memory_unit=question.costs.memory_unit,
+            caps=caps * question.num_ranks if len(caps) == 1 else caps,
+        )
+        for one in shown
+    ]
+
+
+def picture(inputs: Inputs, shown: list[Shown], query: str) -> PictureData:
+    """The schedules under each other; the Python and the CSV are of the first.
+
+    `query` is the part of an address that says what is typed in.
+    """
+    question = inputs.question
+    first = shown[0]
+    stem = f"{first.name.lower()}_p{question.num_ranks}_m{question.num_microbatches}"
+    return {
+        "page": page_data(panels(question, shown)),
+        "notes": [f"{one.name} {one.excess}: more than the memory." for one in shown if one.excess],
+        "python": python_text(inputs, first.name, first.schedule),
+        "files": [
+            {"label": label, "href": f"/files/{stem}{ending}?{query}"}
+            for label, ending in FILES.items()
+        ],
+    }
+
+
+def file(question: Question, shown: list[Shown], name: str) -> bytes:
+    """What is in the file of that name; it ends as one of `FILES` does."""
+    first = shown[0]
+    if name.endswith(FILES["CSV"]):
+        return first.schedule.to_csv().encode()
+    if name.endswith(FILES["costs"]):
+        return first.report.costs.to_json().encode()
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "drawing").with_suffix(Path(name).suffix)
+        save(panels(question, shown), path)
+        return path.read_bytes()
+
+
+def table(inputs: Inputs) -> Iterator[RowData | BoundData]:
+    """A row for each registered schedule, each as soon as it is known; last comes the bound."""
+    comparison = Comparison(inputs.question)
+    for generator in REGISTRY:
+        try:
+            row = comparison.add_registered(generator, inputs.stages_per_rank)
+            why = comparison.left_out.get(generator.name, "has no backward")
+        except PipelineError as error:
+            row, why = None, str(error)
+        yield row_data(inputs.question, row) if row else _left_out(generator.name, why)
+    yield {"bound": comparison.bound_in_words}
+
+
+def searched_row(inputs: Inputs, found: SearchResult) -> RowData:
+    """The searched schedule beside the others."""
+    row = Comparison(inputs.question).add(SEARCHED, found.schedule)
+    assert row is not None
+    count = sum(tried.count for tried in found.tried)
+    ending = "" if found.is_complete else ", and then stopped"
+    note = f"{count:,} schedules were tried in {found.seconds:.1f} s{ending}."
+    return {**row_data(inputs.question, row), "note": note}
+
+
+def row_data(question: Question, row: Row) -> RowData:
+    """A row in words."""
+    costs, peak = question.costs, row.report.peak_memory
+    return {
+        "name": row.name,
+        "cells": [
+            in_time(row.time, costs.time_unit),
+            f"{row.bubble:.2%}",
+            in_memory(peak, costs.memory_unit),
+            "" if row.gap is None else f"{row.gap:.2%}",
+            describe(row.placement),
+        ],
+        "fits": not row.excess,
+        "time": row.time,
+        "peak": peak,
+        "why": row.excess,
+    }
+
+
+def _left_out(name: str, why: str) -> RowData:
+    return {"name": name, "cells": [], "fits": False, "time": None, "peak": None, "why": why}
+
+
+def _groups(inputs: Inputs) -> list[list[Placement]]:
+    """The placements to search; those of a list have as many stages."""
+    num_ranks = inputs.question.num_ranks
+    counts = {1, 2, inputs.stages_per_rank or 1}
+    return [default_placements(num_ranks * count, num_ranks) for count in sorted(counts)]

@@ -1,0 +1,153 @@
+"use strict";
+// The fields: what they are called, their sliders, and what is wrong with them.
+
+/** `slider` is [least, most, step]; a field may hold more than its slider shows. */
+const GROUPS = [
+  ["Shape", "up to 64 ranks, 512 microbatches", [
+    { name: "ranks", label: "Ranks", hint: "processes (p)", slider: [1, 32, 1] },
+    { name: "microbatches", label: "Microbatches", hint: "slices of a batch (m)",
+      slider: [1, 128, 1] },
+    { name: "stages_per_rank", label: "Stages per rank", hint: "if free to choose",
+      empty: "its own", step: 1 },
+  ]],
+  ["Costs", "of a rank, or 1,1,1,2 along the model", [
+    { name: "forward", label: "Forward", hint: "time of F", slider: [0, 4, 0.1] },
+    { name: "backward_input", label: "Input backward", hint: "time of I", slider: [0, 4, 0.1] },
+    { name: "backward_weight", label: "Weight backward", hint: "time of W", slider: [0, 4, 0.1] },
+    { name: "delay", label: "Message delay", hint: "between ranks", slider: [0, 2, 0.05] },
+    { name: "overlap_saving", label: "Overlap saving", hint: "of a pair, 0 to 1", step: 0.1 },
+  ]],
+  ["Memory", "of a microbatch; or lists", [
+    { name: "activation", label: "Activation", hint: "held from F to I", step: 0.1 },
+    { name: "after_input", label: "After input", hint: "held from I to W", step: 0.1 },
+    { name: "memory", label: "Cap", hint: "or 4,4,3,3 by rank", empty: "none", step: 1 },
+  ]],
+  ["Schedule", "", [
+    { name: "schedule", label: "Schedule", hint: "what is drawn", options: "schedules" },
+    { name: "beside", label: "Beside", hint: "drawn under it", options: "schedules or none" },
+    { name: "clock", label: "Clock", hint: "what is compared", options: ["makespan", "span"] },
+    { name: "search", label: "Search", hint: "for a better one",
+      options: ["off", "quick", "thorough"] },
+    { name: "units", label: "Units", hint: "if they are known",
+      options: ["any", "seconds", "seconds and bytes"] },
+  ]],
+];
+
+/** All fields. At each change by the user it calls `changed`: typed, chosen or dragged. */
+class Form {
+  constructor(element, start, changed) {
+    this.defaults = start.fields;
+    this.changed = changed;
+    this.inputs = {};
+    this.sliders = {};
+    const names = [...start.schedules.map(({ name }) => name), "searched"];
+    this.lists = { schedules: names, "schedules or none": ["", ...names] };
+    element.replaceChildren(...GROUPS.map(([title, hint, fields]) => make("fieldset", {},
+      make("legend", {}, title, make("span", { class: "hint" }, hint)),
+      ...fields.map((field) => this.buildField(field)))));
+    element.addEventListener("submit", (event) => event.preventDefault());
+  }
+
+  buildField({ name, label, hint, slider, options, empty = "", step }) {
+    const described = { "aria-describedby": `${name}-hint ${name}-problem` };
+    const input = this.inputs[name] = options
+      ? make("select", { id: name, name, ...described }, ...this.buildOptions(options))
+      : make("input", { id: name, name, ...described, type: "text", spellcheck: "false",
+        inputmode: "text", placeholder: empty });
+    input.addEventListener(options ? "change" : "input", () => {
+      this.follow(name);
+      this.changed(options ? "chosen" : "typed");
+    });
+    const unit = slider?.[2] ?? step;
+    if (unit) input.addEventListener("keydown", (event) => this.stepBy(event, name, unit));
+    const track = slider ? [this.buildSlider(name, label, slider)] : [];
+    return make("div", { class: "field" },
+      make("label", { for: name }, label,
+        make("span", { class: "hint", id: `${name}-hint` }, hint)),
+      make("div", { class: "entry" }, input, ...track),
+      make("p", { class: "problem", id: `${name}-problem` }));
+  }
+
+  buildOptions(options) {
+    const values = this.lists[options] ?? options;
+    return values.map((value) => make("option", { value }, value || "nothing"));
+  }
+
+  buildSlider(name, label, [min, max, step]) {
+    const slider = this.sliders[name] = make("input", {
+      type: "range", min, max, step, "aria-label": `${label}, slider` });
+    slider.addEventListener("input", () => {
+      this.inputs[name].value = slider.value;
+      this.changed("dragged");
+    });
+    return slider;
+  }
+
+  /** Brings the slider to what the field says; a list has no place on it. */
+  follow(name) {
+    const slider = this.sliders[name];
+    if (!slider) return;
+    const number = asNumber(this.inputs[name].value);
+    slider.disabled = Number.isNaN(number);
+    if (!slider.disabled) slider.value = number;
+  }
+
+  /** The arrows up and down change a number, ten times as much with Shift. */
+  stepBy(event, name, unit) {
+    const by = { ArrowUp: unit, ArrowDown: -unit }[event.key];
+    const input = this.inputs[name];
+    const number = input.value.trim() === "" ? 0 : asNumber(input.value);
+    if (!by || Number.isNaN(number) || event.ctrlKey || event.altKey || event.metaKey) return;
+    event.preventDefault();
+    const least = this.sliders[name]?.min ?? 0;
+    const next = Math.max(number + by * (event.shiftKey ? 10 : 1), least);
+    input.value = String(Number(next.toFixed(6)));
+    this.follow(name);
+    this.changed("typed");
+  }
+
+  /** Sets the fields that are given, the others to their defaults. */
+  fill(values) {
+    for (const [name, input] of Object.entries(this.inputs)) {
+      input.value = values[name] ?? this.defaults[name];
+      // A name from an old address that is not known any more.
+      if (input.selectedIndex === -1) input.value = this.defaults[name];
+      this.follow(name);
+    }
+  }
+
+  get(name) { return this.inputs[name].value; }
+
+  set(name, value) {
+    this.inputs[name].value = value;
+    this.follow(name);
+  }
+
+  get query() { return new URLSearchParams(this.entries()).toString(); }
+
+  /** Only what differs from the defaults: as short as an address can be. */
+  get address() {
+    const other = this.entries().filter(([name, value]) => value !== this.defaults[name]);
+    return new URLSearchParams(other).toString();
+  }
+
+  entries() { return Object.entries(this.inputs).map(([name, input]) => [name, input.value]); }
+
+  /** Says what is wrong beside each field; gives back what belongs to none. */
+  complain(problems) {
+    for (const [name, input] of Object.entries(this.inputs)) {
+      const text = problems[name] ?? "";
+      document.getElementById(`${name}-problem`).textContent = text;
+      if (text) input.setAttribute("aria-invalid", "true");
+      else input.removeAttribute("aria-invalid");
+    }
+    return Object.entries(problems).filter(([name]) => !(name in this.inputs))
+      .map(([, text]) => text).join(" ");
+  }
+}
+
+/** One finite number, or NaN. */
+function asNumber(text) {
+  const number = text.trim() === "" ? NaN : Number(text);
+  return Number.isFinite(number) ? number : NaN;
+}

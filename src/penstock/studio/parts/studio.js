@@ -1,0 +1,214 @@
+"use strict";
+// The page of `penstock studio`: at each change of a field it asks for the picture, the table and
+// a searched schedule, and draws what comes. Text goes in as text, never as HTML.
+
+const PAUSE_MS = 100; // So long after the last key it asks.
+const SLOW_MS = 300; // After so long it says that it is at work.
+const GONE = "The studio has stopped. Start it again with: penstock studio";
+const DRAWN = ["notes", "picture", "files", "python"];
+const COMPARED = ["table", "bound", "tried"];
+
+const byId = (id) => document.getElementById(id);
+const start = JSON.parse(byId("start").textContent);
+const form = new Form(byId("form"), start, changed);
+const sources = Object.fromEntries(start.schedules.map(({ name, source }) => [name, source]));
+const table = new Table(byId("table"), sources, (name) => {
+  form.set("schedule", name);
+  changed("chosen");
+});
+let timeline; // There from the first picture on.
+let round; // What is asked, or was asked last.
+let beginning, keeping; // Timers.
+
+/** The server does not answer. */
+class Gone extends Error {}
+
+/** What is asked for one state of the fields. A later round aborts it. */
+class Round {
+  constructor() {
+    this.query = form.query;
+    this.needsSearch = ["schedule", "beside"].some((name) => form.get(name) === "searched");
+    this.controller = new AbortController();
+    this.problems = {};
+    this.hasNext = false;
+  }
+
+  get isAborted() { return this.controller.signal.aborted; }
+  abort() { this.controller.abort(); }
+
+  /** A picture that needs a search comes last, so that nothing has to wait for it. */
+  async run() {
+    if (!this.needsSearch) await this.draw();
+    if (this.hasNext) return;
+    if (await this.compare()) await this.search();
+    if (this.needsSearch) await this.draw();
+  }
+
+  async draw() {
+    this.isDrawing = !this.needsSearch;
+    const began = performance.now();
+    const slow = setTimeout(say, SLOW_MS, this.needsSearch ? "Searching …" : "Drawing …");
+    try {
+      const answer = await this.ask("picture");
+      if (answer) {
+        show(await this.read(answer.json()));
+        say(`Drawn in ${Math.ceil(performance.now() - began)} ms.`);
+      }
+      dim(DRAWN, !answer);
+    } finally {
+      clearTimeout(slow);
+      this.isDrawing = false;
+    }
+  }
+
+  /** The table, row by row; whether it could be filled. */
+  async compare() {
+    // Where only the schedule cannot be drawn, others may still be compared.
+    const drawn = ["schedule", "beside"];
+    const isHopeless = Object.keys(this.problems).some((name) => !drawn.includes(name));
+    const answer = isHopeless ? null : await this.ask("table");
+    dim(COMPARED, !answer);
+    if (!answer) return false;
+    table.begin(form.get("clock"));
+    for await (const line of this.lines(answer.body)) {
+      if (line.bound === undefined) table.add(line);
+      else byId("bound").textContent = line.bound;
+    }
+    table.end("searched");
+    await table.show();
+    return true;
+  }
+
+  async search() {
+    byId("tried").textContent = "";
+    if (form.get("search") === "off") return table.remove("searched");
+    table.wait("searched");
+    const answer = await this.ask("search");
+    if (!answer) return table.remove("searched");
+    const found = await this.read(answer.json());
+    byId("tried").textContent = found.note ?? "";
+    return table.add(found);
+  }
+
+  /** The answer, or null if something is wrong with the fields, which is then said. */
+  async ask(route) {
+    const { signal } = this.controller;
+    const answer = await this.read(fetch(`/${route}?${this.query}`, { signal, cache: "no-store" }));
+    if (answer.headers.get("content-type") === "application/problem+json" || !answer.ok) {
+      const unknown = { problems: { "": `The studio could not answer (${answer.status}).` } };
+      const { problems } = await this.read(answer.json().catch(() => unknown));
+      Object.assign(this.problems, problems);
+      const rest = form.complain(this.problems);
+      say(rest || "Not drawn: something is wrong with a field.", true);
+      return null;
+    }
+    form.complain(this.problems);
+    return answer;
+  }
+
+  async *lines(body) {
+    const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (;;) {
+      const { value, done } = await this.read(reader.read());
+      const texts = (rest + (value ?? "\n")).split("\n");
+      rest = texts.pop();
+      yield* texts.filter((text) => text !== "").map((text) => JSON.parse(text));
+      if (done) return;
+    }
+  }
+
+  /** What a promise of the network gives. */
+  async read(promise) {
+    try {
+      return await promise;
+    } catch (error) {
+      throw new Gone(GONE, { cause: error });
+    } finally {
+      this.controller.signal.throwIfAborted();
+    }
+  }
+}
+
+/** How a field was changed: typed, chosen, or dragged by its slider. */
+function changed(how) {
+  document.body.dataset.state = "busy";
+  clearTimeout(beginning);
+  clearTimeout(keeping);
+  keeping = setTimeout(keepAddress, 200);
+  // While a slider is dragged the picture follows as fast as it can: none is given up half-way.
+  if (how === "dragged" && round?.isDrawing && !round.isAborted) {
+    round.hasNext = true;
+    return;
+  }
+  round?.abort();
+  beginning = setTimeout(begin, how === "typed" ? PAUSE_MS : 0);
+}
+
+async function begin() {
+  const mine = round = new Round();
+  let state;
+  try {
+    await mine.run();
+    state = Object.keys(mine.problems).length ? "wrong" : "ready";
+  } catch (error) {
+    if (mine.isAborted) return;
+    state = error instanceof Gone ? "gone" : "wrong";
+    dim([...DRAWN, ...COMPARED], true);
+    say(error instanceof Gone ? GONE : `The page has failed: ${error}`, true);
+    if (state === "wrong") console.error(error);
+  }
+  if (mine.isAborted) return;
+  if (mine.hasNext) return begin();
+  keepAddress();
+  document.body.dataset.state = state;
+}
+
+/** The state of the fields is in the address, so that it can be kept and shared. */
+function keepAddress() {
+  clearTimeout(keeping);
+  const query = form.address;
+  history.replaceState(null, "", location.pathname + (query && `?${query}`) + location.hash);
+}
+
+/** Draws the answer to /picture. */
+function show({ page, notes, python, files }) {
+  if (timeline) timeline.setData(page);
+  else timeline = new Timeline(byId("picture"), page);
+  table.mark(form.get("schedule"), form.get("beside"));
+  byId("notes").replaceChildren(...notes.map((note) => make("li", {}, note)));
+  byId("files").replaceChildren(
+    ...files.map(({ label, href }) => make("a", { href, download: "" }, label)));
+  byId("python").textContent = python;
+  document.body.dataset.drawn = Number(document.body.dataset.drawn) + 1;
+}
+
+/** What is no longer true of the fields is a little paler. */
+function dim(ids, isOld) {
+  for (const id of ids) byId(id).classList.toggle("old", isOld);
+}
+
+function say(text, isWrong = false) {
+  byId("status").textContent = text;
+  byId("status").classList.toggle("wrong", isWrong);
+}
+
+async function copy() {
+  const text = byId("python").textContent;
+  // Without the right to the clipboard the text is marked, to be copied by hand.
+  const said = await navigator.clipboard.writeText(text).then(() => "copied", () => {
+    getSelection().selectAllChildren(byId("python"));
+    return "marked";
+  });
+  byId("copy").textContent = said;
+  setTimeout(() => { byId("copy").textContent = "copy"; }, 1500);
+}
+
+byId("copy").addEventListener("click", copy);
+byId("reset").addEventListener("click", () => {
+  form.fill({});
+  changed("chosen");
+});
+connectTheme(byId("theme"), () => timeline?.redraw());
+form.fill(Object.fromEntries(new URLSearchParams(location.search)));
+changed("chosen");

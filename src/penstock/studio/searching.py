@@ -1,0 +1,58 @@
+"""Searches in processes of their own: one that nobody waits for any more can be stopped.
+
+[1] The server writes what is asked to the process, [2] which answers and ends. The server keeps
+[1] open all the while: [3] if it closes, the server is gone, and the search ends too.
+"""
+
+import asyncio
+import os
+import pickle
+import sys
+from asyncio.subprocess import PIPE
+from threading import Thread
+
+from penstock.planner import SearchResult
+from penstock.studio.answers import search
+from penstock.studio.inputs import Inputs
+
+
+async def search_apart(inputs: Inputs) -> SearchResult:
+    """What is found; the search is stopped when this is cancelled."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        __name__,
+        stdin=PIPE,
+        stdout=PIPE,
+        start_new_session=True,  # Ctrl-C is for the server, which then stops the search.
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(pickle.dumps(inputs))  # [1]
+        found = await process.stdout.read()
+        code = await process.wait()
+    finally:
+        process.stdin.close()
+        if process.returncode is None:
+            process.kill()
+    if code != 0:
+        raise RuntimeError(f"The search ended with exit code {code}.")
+    result: SearchResult = pickle.loads(found)
+    return result
+
+
+def main() -> None:
+    """Answers one question."""
+    inputs: Inputs = pickle.load(sys.stdin.buffer)
+    Thread(target=_end_with_the_server, daemon=True).start()
+    sys.stdout.buffer.write(pickle.dumps(search(inputs)))  # [2]
+
+
+def _end_with_the_server() -> None:
+    os.read(sys.stdin.fileno(), 1)  # Without the buffer, which is locked while it waits.
+    os._exit(1)  # [3]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""`penstock studio` as a process: where it listens, what it begins with, how it ends."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.error import URLError
+from urllib.parse import urlsplit
+
+import pytest
+from command_line import run
+
+from penstock import CostTable, schedules, simulate
+from penstock.sim import RecordedStep, Recording
+from penstock.studio.inputs import read_inputs
+from process_marks import processes_with
+from studio_process import DEADLINE_S, Studio, studio
+
+needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+
+
+def wait_for_processes(mark: str, count: int) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while count != len(processes_with(mark)):
+        assert time.monotonic() < end, f"there are {len(processes_with(mark))}, not {count}"
+        time.sleep(0.01)
+
+
+def test_says_its_address_and_ends_well_at_ctrl_c() -> None:
+    with studio("--port", 0) as running:
+        assert running.address.startswith("http://127.0.0.1:")
+        assert "Penstock" in running.get("")
+        assert (0, "The studio has stopped.\n", "") == running.stop()
+        with pytest.raises(URLError):
+            running.get("")
+
+
+@needs_proc
+def test_ctrl_c_during_a_search_leaves_no_process() -> None:
+    with studio("--port", 0) as running:
+        asked = ask_for_a_long_search(running)
+        code, _, err = running.stop()
+        assert (0, "") == (code, err)
+        wait_for_processes(running.mark, 0)
+        asked.close()
+
+
+@needs_proc
+def test_search_that_nobody_waits_for_is_stopped() -> None:
+    with studio("--port", 0) as running:
+        asked = ask_for_a_long_search(running)
+        asked.close()
+        wait_for_processes(running.mark, 1)
+        assert '"ZB-V"' in running.get("table")
+        assert (0, "") == running.stop()[::2]
+
+
+@needs_proc
+def test_search_ends_when_the_server_is_killed() -> None:
+    with studio("--port", 0) as running, ask_for_a_long_search(running):
+        running.process.kill()
+        wait_for_processes(running.mark, 0)
+
+
+def ask_for_a_long_search(running: Studio) -> socket.socket:
+    """Returns when the search is under way."""
+    where = urlsplit(running.address)
+    assert where.hostname is not None
+    asked = socket.create_connection((where.hostname, where.port or 0), timeout=DEADLINE_S)
+    path = "/search?ranks=32&microbatches=128&search=thorough"
+    asked.sendall(f"GET {path} HTTP/1.1\r\nHost: {where.hostname}\r\n\r\n".encode())
+    wait_for_processes(running.mark, 2)
+    return asked
+
+
+def test_port_that_is_in_use_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        expected = f"--port is {port}, and that cannot be used: Address already in use. Give"
+        assert run("studio", "--no-open", "--port", port).error.startswith(expected)
+
+
+def test_without_a_port_another_is_taken_if_the_usual_one_is_in_use() -> None:
+    with studio() as first, studio() as second:
+        assert first.address != second.address
+        assert first.get("page.js") == second.get("page.js")
+
+
+def test_options_are_what_the_page_begins_with() -> None:
+    shape, costs = ("-p", 8, "-m", 32), ("--costs", "1,1,0.8", "--delay", 0.1, "--memory", 8)
+    with studio(*shape, *costs, "--port", 0) as running:
+        assert {
+            "ranks": "8",
+            "microbatches": "32",
+            "backward_weight": "0.8",
+            "delay": "0.1",
+            "memory": "8",
+        } == running.fields
+
+
+def test_costs_of_a_file_are_typed_in_along_the_model(tmp_path: Path) -> None:
+    costs = CostTable(
+        forward=[1, 2, 3, 4],
+        backward_input=[1] * 4,
+        backward_weight=[0.5] * 4,
+        after_forward=[8, 4, 4, 4],
+        delay=0.25,
+    )
+    costs.save(tmp_path / "costs.json")
+    with studio("--costs", tmp_path / "costs.json", "-p", 2, "--port", 0) as running:
+        inputs = read_inputs(running.fields)
+    schedule = schedules.get("ZB-V")(num_ranks=2, num_microbatches=8)
+    assert costs == inputs.question.costs.table(schedule.placement)
+
+
+def test_recording_is_typed_in_with_its_shape_in_seconds(tmp_path: Path) -> None:
+    schedule = schedules.get("1F1B")(num_ranks=2, num_microbatches=3)
+    timeline = simulate(schedule, CostTable.uniform(2, forward=0.5)).timeline
+    Recording((RecordedStep(0, timeline),)).save(tmp_path / "run.json")
+    with studio("--costs", tmp_path / "run.json", "--port", 0) as running:
+        fields = running.fields
+    assert ("2", "3", "0.5", "seconds") == tuple(
+        fields[name] for name in ("ranks", "microbatches", "forward", "units")
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["-p", "65"], "ranks is '65'. Expected a whole number from 1 to 64."),
+        (["--memory", "1,2"], "memory has 2 numbers, but there are 4 ranks."),
+        (["--memory", "0.2,lots"], "memory is 'lots'."),
+        (["--costs", "1,2"], "--costs is '1,2', which is neither a file nor three numbers."),
+        (["--port", "70000"], "'--port'"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_starts(args: list[str], expected: str) -> None:
+    assert expected in run("studio", "--no-open", *args).error
+
+
+def test_other_commands_load_no_server() -> None:
+    program = (
+        "import sys\n"
+        "import penstock.cli.app\n"
+        "print([name for name in ('starlette', 'uvicorn', 'anyio') if name in sys.modules])\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert "[]\n" == ran.stdout

@@ -1,0 +1,99 @@
+"""What is typed in is checked field by field."""
+
+import re
+
+import pytest
+
+from penstock.ir import Placement
+from penstock.schedules import names
+from penstock.studio.inputs import DEFAULTS, InputError, read_inputs
+
+
+def problems_of(**fields: str) -> dict[str, str]:
+    with pytest.raises(InputError) as caught:
+        read_inputs(fields)
+    assert str(caught.value) == " ".join(caught.value.problems.values())
+    return caught.value.problems
+
+
+def test_defaults_are_all_right() -> None:
+    assert read_inputs(DEFAULTS) == read_inputs({})
+    inputs = read_inputs({})
+    assert ("ZB-V", "1F1B", None) == (inputs.schedule, inputs.beside, inputs.stages_per_rank)
+    question = inputs.question
+    assert (4, 8, None) == (question.num_ranks, question.num_microbatches, question.memory)
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "expected"),
+    [
+        ("ranks", "", "ranks is empty. Expected a whole number from 1 to 64."),
+        ("ranks", "0", "ranks is '0'. Expected a whole number from 1 to 64."),
+        ("ranks", "65", "Expected a whole number from 1 to 64."),
+        ("ranks", "-1", "Expected a whole number"),
+        ("ranks", "4.5", "Expected a whole number"),
+        ("ranks", "²", "Expected a whole number"),
+        ("ranks", "9" * 5000, "ranks is '9999999999999999999999999999999999999...'."),
+        ("microbatches", "x", "microbatches is 'x'. Expected a whole number from 1 to 512."),
+        ("stages_per_rank", "9", "stages_per_rank is '9'. Expected a whole number from 1 to 8."),
+        ("forward", "", "forward is empty. Expected a number that is not negative"),
+        ("forward", "-1", "forward is '-1'. Expected a number that is not negative"),
+        ("forward", "nan", "Expected a number"),
+        ("forward", "inf", "Expected a number"),
+        ("backward_input", "1,,2", "several along the model with commas between: 1,1,2."),
+        ("backward_weight", "1;2", "several along the model"),
+        ("activation", ",".join("1" * 513), "activation is '1,1,1,"),
+        ("after_input", "many", "after_input is 'many'."),
+        ("delay", "1,2", "delay is '1,2'. Expected a number that is not negative."),
+        ("delay", "1e16", "delay is '1e16'. Expected a number"),
+        ("overlap_saving", "1.1", "overlap_saving is '1.1'. Expected a number from 0 to 1."),
+        ("memory", "0", "memory is '0'. Expected a number above 0"),
+        ("memory", "4,4", "memory has 2 numbers, but there are 4 ranks. Expected one for all"),
+        ("memory", "lots", "memory is 'lots'."),
+        ("clock", "sun", "clock is 'sun'. Expected one of makespan, span."),
+        ("units", "feet", "units is 'feet'. Expected one of any, seconds, seconds and bytes."),
+        ("search", "long", "search is 'long'. Expected one of off, quick, thorough."),
+        ("schedule", "zbv", "schedule is 'zbv'. Expected one of GPipe, 1F1B,"),
+        ("schedule", "", "schedule is empty. Expected one of GPipe"),
+        ("beside", "<b>", "beside is '<b>'. Expected one of nothing, GPipe,"),
+        ("rank", "4", "There is no field rank. Expected some of schedule, beside, ranks,"),
+    ],
+)
+def test_wrong_value_is_the_problem_of_its_field(field: str, text: str, expected: str) -> None:
+    problems = problems_of(**{field: text})
+    assert [field] == list(problems)
+    assert expected in problems[field]
+    assert len(problems[field]) < 400
+
+
+def test_all_problems_are_told_at_once() -> None:
+    assert {"ranks", "delay", "memory"} == {*problems_of(ranks="x", delay="x", memory="x")}
+
+
+def test_too_many_ranks_and_microbatches_are_a_problem_only_together() -> None:
+    read_inputs({"ranks": "64", "microbatches": "256"})
+    problems = problems_of(ranks="64", microbatches="257")
+    expected = "64 ranks and 257 microbatches are too many to draw at once. Expected a product"
+    assert re.match(expected, problems["microbatches"])
+
+
+def test_blanks_around_numbers_do_not_matter() -> None:
+    inputs = read_inputs({"ranks": " 8 ", "forward": "1, 2 ,3", "memory": " 4 "})
+    assert 8 == inputs.question.num_ranks
+    assert (1.0, 2.0, 3.0) == inputs.question.costs.table(Placement.linear(3)).forward
+    assert 4.0 == inputs.question.memory
+
+
+def test_memory_may_have_units_and_be_different_for_each_rank() -> None:
+    inputs = read_inputs({"ranks": "2", "memory": "1KiB,2KiB"})
+    assert (1024.0, 2048.0) == inputs.question.memory
+
+
+def test_what_is_drawn_already_is_not_drawn_beside_itself() -> None:
+    assert "" == read_inputs({"schedule": "ZB-V", "beside": "ZB-V"}).beside
+
+
+@pytest.mark.parametrize("name", [*names(), "searched"])
+def test_every_schedule_can_be_chosen(name: str) -> None:
+    inputs = read_inputs({"schedule": name, "beside": ""})
+    assert (name, "") == (inputs.schedule, inputs.beside)
