@@ -1,0 +1,65 @@
+"""The scripts of the guide that need several processes, each run by torch's own launcher."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120
+
+
+def launch(script: Path, num_ranks: int, folder: Path) -> str:
+    """What the script prints on as many ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={num_ranks}", str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=folder,
+    )
+    assert 0 == done.returncode, done.stderr
+    return done.stdout
+
+
+def losses_in(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_first_script_equals_the_whole_model_and_learns(num_ranks: int, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "start.md").read_text()
+    [block] = re.findall(r"```python\n([^`]*init_process_group[^`]*)```", page)
+    (tmp_path / "first.py").write_text(block)
+    printed = launch(tmp_path / "first.py", num_ranks, tmp_path)
+    assert num_ranks == printed.count("every gradient is that of the whole model")
+    losses = losses_in(printed)
+    assert 4 == len(losses)
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "run.json").exists()
+
+
+def test_two_pipelines_train_as_the_whole_model(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "data_parallel.py"
+    names = runpy.run_path(str(script))
+    model: nn.Module = names["make_model"]()
+    x, target = torch.randn(2, names["BATCH"], names["WIDTH"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for _ in range(names["NUM_STEPS"] + 1):  # The last is that of the checkpoint.
+        loss = nn.functional.mse_loss(model(x), target)
+        expected.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert expected == pytest.approx(losses_in(launch(script, 4, tmp_path)), abs=1e-4)
