@@ -6,7 +6,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench fuzz clean
+.PHONY: help demo test check bench fuzz docs serve clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
@@ -14,14 +14,15 @@ help: ## List the commands
 demo: $(READY) ## Train a small GPT on two processes by a zero-bubble schedule and by 1F1B, and compare
 	@$(BIN)/penstock demo
 
-test: check ## Run check, then the tests that start several processes
-	$(BIN)/pytest -m dist
+test: check ## Run check, then the tests that start several processes or a browser
+	@scripts/browser
+	$(BIN)/pytest -m "dist or browser"
 
 check: $(READY) ## Check format, lint and types; run the tests that need one process
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto -m "not dist"
+	$(BIN)/pytest -n auto -m "not dist and not browser"
 
 bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/split_backward/main.py
@@ -33,13 +34,25 @@ bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/search/main.py
 	$(BIN)/python benchmarks/uneven/main.py
 	$(BIN)/python benchmarks/recording/main.py
+	@scripts/browser
+	$(BIN)/python benchmarks/studio/main.py
 
 fuzz: $(READY) ## Run the tests that draw random examples, on many more of them
 	PENSTOCK_FUZZ=1 $(BIN)/pytest -m fuzz
 
+# The theme would print an advertisement for its successor; this is its own switch against it.
+docs serve: export NO_MKDOCS_2_WARNING := 1
+
+docs: $(READY) ## Build the site of the docs into site/, and stop at any warning
+	$(BIN)/mkdocs build --strict
+	@echo "Open site/index.html; its search needs a server, such as make serve"
+
+serve: $(READY) ## Show the site of the docs at http://127.0.0.1:8000, and build it again when a file changes
+	$(BIN)/mkdocs serve
+
 clean: ## Remove .venv, caches and build output
-	rm -rf .venv penstock-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv penstock-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The build backend goes in first, so that it is the one of constraints.txt:
 # an isolated build would fetch the newest.
