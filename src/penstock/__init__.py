@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from penstock.trace import split as split
 
 __version__ = "0.1.0"
+"""The version, as `penstock --version` tells it."""
 
 # Each name that loads when it is used, and the module that has it.
 # The imports above repeat it for type checkers; a test compares the two.

@@ -64,8 +64,8 @@ class PipeliningShapeError(PipelineError, RuntimeError):
     """A tensor between stages has not the shape, the dtype or the place that was expected."""
 
 
-# The name that torch.distributed.pipelining gives it.
 PipeliningMetadataError = PipeliningShapeError
+"""The name that torch.distributed.pipelining gives it."""
 
 
 class RecordError(PipelineError, ValueError):

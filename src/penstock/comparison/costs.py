@@ -88,6 +88,7 @@ class StageCosts:
 
 
 Costs: TypeAlias = ShareCosts | StageCosts
+"""Costs as they are given; `table(placement)` has those of each stage."""
 
 
 def with_delay(costs: CostTable, delay: float | None) -> CostTable:

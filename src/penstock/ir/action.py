@@ -11,8 +11,11 @@ from penstock.errors import ScheduleError
 # Plain integers under three names: a schedule is arithmetic on them, and its author writes 0F1 as
 # Forward(0, 1).
 Rank: TypeAlias = int
+"""The number of a rank, from 0."""
 StageId: TypeAlias = int
+"""The number of a stage along the data path, from 0."""
 MicrobatchId: TypeAlias = int
+"""The number of a microbatch in its batch, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ Send: TypeAlias = SendActivation | SendGradient
 Recv: TypeAlias = RecvActivation | RecvGradient
 Comm: TypeAlias = Send | Recv
 Action: TypeAlias = Compute | Comm
+"""One thing that a rank does."""
 
 SINGLE_COMPUTE_TYPES = (Forward, Backward, BackwardInput, BackwardWeight)
 COMPUTE_TYPES = (*SINGLE_COMPUTE_TYPES, Overlap)

@@ -34,6 +34,7 @@ class Times(NamedTuple):
 
 
 Orders: TypeAlias = Iterable[Iterable[Action]]
+"""What an algorithm makes: the actions of each rank, in their order."""
 Clock: TypeAlias = Literal["makespan", "span"]
 
 

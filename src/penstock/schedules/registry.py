@@ -34,6 +34,7 @@ REGISTRY: Final[tuple[Generator, ...]] = (
     dual_pipe_v,
     forward_only,
 )
+"""All algorithms; `get` finds one by its name."""
 
 
 def names() -> list[str]:
