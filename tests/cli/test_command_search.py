@@ -62,12 +62,53 @@ def test_compare_as_json_has_bounds_by_the_clock_and_the_memory() -> None:
     assert (False, None) == (excessive["fits"], excessive["gap"])
 
 
+def compared(costs: CostTable, folder: Path, *args: object) -> dict[str, tuple[str, float]]:
+    """What `compare` says of each schedule with a file of costs: placement and makespan."""
+    costs.save(folder / "costs.json")
+    ran = run("compare", "--costs", folder / "costs.json", "--no-search", "--json", *args)
+    rows = json.loads(ran.out)["schedules"]
+    return {row["name"]: (row["placement"], row["makespan"]) for row in rows}
+
+
 def test_compare_takes_the_number_of_stages_from_a_file_of_costs(tmp_path: Path) -> None:
-    costs = tmp_path / "costs.json"
-    CostTable.uniform(8, stages_per_rank=2).save(costs)
-    facts = json.loads(run("compare", "--costs", costs, "--no-search", "--json").out)
-    assert {"loop, 2 per rank", "V, 2 per rank"} == {r["placement"] for r in facts["schedules"]}
-    assert "needs 1 stage per rank" == facts["left_out"]["1F1B"]
+    found = compared(CostTable.uniform(12, stages_per_rank=3), tmp_path)
+    assert "loop, 3 per rank" == found["Interleaved1F1B"][0]
+    found = compared(CostTable.uniform(12, stages_per_rank=3), tmp_path, "-v", 2)
+    assert "loop, 2 per rank" == found["Interleaved1F1B"][0]
+
+
+def test_costs_of_other_stages_are_shared_out_along_the_model(tmp_path: Path) -> None:
+    # As it was before: only schedules with as many stages as the file were compared.
+    measured = CostTable(forward=[1, 1, 1, 3], backward_input=[1] * 4, backward_weight=[1] * 4)
+    halves = CostTable(
+        forward=[0.5] * 6 + [1.5] * 2,
+        backward_input=[0.5] * 8,
+        backward_weight=[0.5] * 8,
+        after_forward=0.5,
+        after_input=0.5,
+    )
+    by_one, by_two = compared(measured, tmp_path), compared(halves, tmp_path)
+    assert by_one == by_two
+    report = simulate(schedules.get("ZB-V")(num_ranks=4, num_microbatches=8), halves)
+    assert ("V, 2 per rank", report.makespan) == by_one["ZB-V"]
+
+
+def test_file_of_costs_that_4_ranks_cannot_share_has_as_many_ranks_as_stages(
+    tmp_path: Path,
+) -> None:
+    CostTable.uniform(3).save(tmp_path / "costs.json")
+    for command in (["compare", "--no-search"], ["simulate", "1F1B"]):
+        ran = run(*command, "--costs", tmp_path / "costs.json", "--json")
+        facts = json.loads(ran.out)
+        assert 3 == (facts if isinstance(facts, dict) else facts[0])["num_ranks"]
+    ran = run("search", "--costs", tmp_path / "costs.json", "--effort", 0.01, "--json")
+    assert 3 == len(json.loads(ran.out)["schedule"].splitlines())
+
+
+def test_placement_by_name_is_taken_whatever_the_stages_of_the_file(tmp_path: Path) -> None:
+    CostTable.uniform(4).save(tmp_path / "costs.json")
+    args = ("--costs", tmp_path / "costs.json", "--placement", "v", "--effort", 0.01, "--json")
+    assert "V, 2 per rank" == json.loads(run("search", *args).out)["placement"]
 
 
 def test_compare_gives_stages_per_rank_to_those_that_take_any() -> None:
@@ -192,9 +233,9 @@ def test_recorded_costs_say_how_many_ranks_and_microbatches_there_are(
     assert " ms " in lines[1] or " s " in lines[1]
 
 
-def test_schedule_with_other_stages_gets_its_share_of_what_each_rank_took(tmp_path: Path) -> None:
+def test_schedule_with_other_stages_gets_its_share_of_what_was_recorded(tmp_path: Path) -> None:
     record(tmp_path / "run.json", "ZB-V")
-    ran = run("simulate", "1F1B", "--costs", tmp_path / "run.json", "-p", 2, "-m", 4, "--json")
+    ran = run("simulate", "1F1B", "--costs", tmp_path / "run.json", "--json")
     costs = CostTable.uniform(2, forward=0.02, delay=0.001)
     expected = simulate(schedules.get("1F1B")(num_ranks=2, num_microbatches=4), costs)
     assert pytest.approx(expected.makespan) == json.loads(ran.out)[0]["makespan"]

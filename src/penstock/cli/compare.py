@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.costs import choose_stages_per_rank
+from penstock.cli.costs import choose_stages_per_rank, read_costs
 from penstock.cli.facts import facts_of
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import (
@@ -54,9 +54,10 @@ def compare(
     penstock compare best.csv --costs costs.json --clock span
     """
     shape = ShapeOptions(ranks, microbatches, None)
-    given = read_schedules(files or [], shape)
-    chosen = choose_costs(given, costs, delay)
-    numbers = shape.of(given[0].schedule if given else chosen.schedule)
+    named = None if costs is None else read_costs(costs, delay)
+    given = read_schedules(files or [], shape, named)
+    chosen = choose_costs(given, named, delay)
+    numbers = shape.of(given[0].schedule if given else None, chosen)
     for one in given:
         _check_same(one, *numbers)
     count = choose_stages_per_rank(chosen, numbers[0], stages_per_rank)

@@ -3,11 +3,9 @@
 from pathlib import Path
 
 from penstock.cli.files import read_text
-from penstock.cli.options import LARGEST_TIME
-from penstock.comparison.amounts import to_times
+from penstock.comparison.amounts import LARGEST_AMOUNT, to_times
 from penstock.comparison.costs import Costs, ShareCosts, StageCosts, with_delay
 from penstock.errors import OptionError, PipelineError
-from penstock.planner.placements import default_placements
 from penstock.sim import CostTable, Recording
 from penstock.sim.recording import holds_recording
 
@@ -16,9 +14,10 @@ def read_costs(text: str | None, delay: float | None) -> Costs:
     """The costs that the options give; without any, F, I and W take 1 each."""
     times = (1.0, 1.0, 1.0) if text is None else to_times(text)
     if times is not None:
-        if not all(0 <= time <= LARGEST_TIME for time in times):
+        if not all(0 <= time <= LARGEST_AMOUNT for time in times):
             raise OptionError(
-                f"--costs is {text}. Expected times that are not negative, up to {LARGEST_TIME:g}."
+                f"--costs is {text}. Expected times that are not negative, up to "
+                f"{LARGEST_AMOUNT:g}."
             )
         forward, backward_input, backward_weight = ((time,) for time in times)
         return ShareCosts(forward, backward_input, backward_weight, delay=delay or 0.0)
@@ -32,17 +31,11 @@ def read_costs(text: str | None, delay: float | None) -> Costs:
 
 
 def choose_stages_per_rank(costs: Costs, num_ranks: int, wanted: int | None) -> int | None:
-    """As many as a file of costs has for each rank, or else as wanted."""
-    if not isinstance(costs, StageCosts):
+    """As wanted, or else as many as a file of costs has for each rank, if it has several."""
+    if wanted is not None or isinstance(costs, ShareCosts):
         return wanted
-    num_stages = costs.costs.num_stages
-    count = default_placements(num_stages, num_ranks)[0].num_stages // num_ranks
-    if wanted not in (None, count):
-        raise OptionError(
-            f"--stages-per-rank is {wanted}, but {costs.source} has the costs of {num_stages} "
-            f"stages, which are {count} on each of {num_ranks} ranks. Leave it out."
-        )
-    return count
+    count, rest = divmod(costs.costs.num_stages, num_ranks)
+    return count if count > 1 and not rest else None
 
 
 def _load(path: str, delay: float | None) -> StageCosts:
@@ -50,7 +43,7 @@ def _load(path: str, delay: float | None) -> StageCosts:
     text = read_text(path)
     try:
         if holds_recording(text):
-            return StageCosts.of_recording(path, Recording.from_json(text), delay)
-        return StageCosts(path, with_delay(CostTable.from_json(text), delay), "", None)
+            return StageCosts.of_recording(Recording.from_json(text), delay)
+        return StageCosts(with_delay(CostTable.from_json(text), delay))
     except PipelineError as exc:
         raise OptionError(f"{path} holds no costs that can be read: {exc}") from exc

@@ -28,10 +28,15 @@ class ShapeOptions(NamedTuple):
     microbatches: int | None
     stages_per_rank: int | None
 
-    def of(self, schedule: Schedule | None = None) -> tuple[int, int]:
-        """The numbers of ranks and microbatches: as given, or those of `schedule`, or usual."""
+    def of(self, schedule: Schedule | None, costs: Costs | None) -> tuple[int, int]:
+        """The numbers of ranks and microbatches.
+
+        As given; or those of `schedule`, or of the recording that the costs are from, or usual.
+        """
+        if schedule is None and costs is not None:
+            schedule = costs.schedule
         usual = (
-            (_NUM_RANKS, _NUM_MICROBATCHES)
+            (_usual_ranks(costs), _NUM_MICROBATCHES)
             if schedule is None
             else (schedule.num_ranks, schedule.num_microbatches)
         )
@@ -50,17 +55,20 @@ class Given:
     """The steps, if it comes from a recording."""
 
 
-def read_schedules(names: Sequence[str], options: ShapeOptions) -> list[Given]:
+def read_schedules(
+    names: Sequence[str], options: ShapeOptions, costs: Costs | None = None
+) -> list[Given]:
     """The schedules of these names and files, in their order.
 
-    Those by name have the shape that the options say, or else that of the first file.
+    Those by name have the shape that the options say, or else that of the first file, or that of
+    the costs.
     """
     found = [_generator_or_file(name) for name in names]
     files = [value for value in found if isinstance(value, Given)]
     generators = [value for value in found if isinstance(value, Generator)]
     for file in files:
         _check_shape(file, options, is_alone=not generators)
-    num_ranks, num_microbatches = options.of(files[0].schedule if files else None)
+    num_ranks, num_microbatches = options.of(files[0].schedule if files else None, costs)
     takes_any = [generator.takes_any_stages_per_rank for generator in generators]
     return [
         value
@@ -80,12 +88,14 @@ def read_schedules(names: Sequence[str], options: ShapeOptions) -> list[Given]:
     ]
 
 
-def choose_costs(given: Sequence[Given], text: str | None, delay: float | None) -> Costs:
-    """The costs of the options; or those of the first recording, so that all is like the real."""
+def choose_costs(given: Sequence[Given], named: Costs | None, delay: float | None) -> Costs:
+    """The costs of the option; or those of the first recording, so that all is like the real."""
+    if named is not None:
+        return named
     for one in given:
-        if text is None and one.recording is not None:
-            return StageCosts.of_recording(one.name, one.recording, delay)
-    return read_costs(text, delay)
+        if one.recording is not None:
+            return StageCosts.of_recording(one.recording, delay)
+    return read_costs(None, delay)
 
 
 def read_file(path: str) -> Given:
@@ -111,6 +121,13 @@ def describe_shape(schedule: Schedule) -> str:
     """
     ranks, stages, *others = schedule.counts
     return ", ".join([ranks, f"{stages} ({describe(schedule.placement)})", *others])
+
+
+def _usual_ranks(costs: Costs | None) -> int:
+    """4, unless the stages of a file of costs cannot be shared out among so many."""
+    if isinstance(costs, StageCosts) and costs.costs.num_stages % _NUM_RANKS:
+        return costs.costs.num_stages
+    return _NUM_RANKS
 
 
 def _generator_or_file(name: str) -> Generator | Given:

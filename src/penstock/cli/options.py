@@ -4,7 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-LARGEST_TIME = 1e15  # Sums of larger ones may be more than a float holds.
+from penstock.comparison.amounts import LARGEST_AMOUNT
 
 Ranks: TypeAlias = Annotated[
     int | None,
@@ -41,7 +41,7 @@ Delay: TypeAlias = Annotated[
         "--delay",
         metavar="TIME",
         min=0,
-        max=LARGEST_TIME,
+        max=LARGEST_AMOUNT,
         help="What a message between ranks takes.",
     ),
 ]

@@ -81,7 +81,7 @@ def search(
         raise OptionError("--json and --output - would both print. Give one of them.")
     check_output(output, inputs=[] if costs is None else [costs])
     chosen = read_costs(costs, delay)
-    num_ranks, num_microbatches = ShapeOptions(ranks, microbatches, None).of(chosen.schedule)
+    num_ranks, num_microbatches = ShapeOptions(ranks, microbatches, None).of(None, chosen)
     groups = _placements(chosen, num_ranks, stages_per_rank, placement or [])
     caps = to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
     with sign_of_life("Searching"):

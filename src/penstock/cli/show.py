@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.costs import read_costs
 from penstock.cli.files import PIPE, check_output
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import CostsText, Delay, Microbatches, Names, Ranks, StagesPerRank
@@ -60,8 +61,9 @@ def show(
     """
     check_output(output, inputs=names)
     _check_dark(dark, output)
-    given = read_schedules(names, ShapeOptions(ranks, microbatches, stages_per_rank))
-    chosen = choose_costs(given, costs, delay)
+    named = None if costs is None else read_costs(costs, delay)
+    given = read_schedules(names, ShapeOptions(ranks, microbatches, stages_per_rank), named)
+    chosen = choose_costs(given, named, delay)
     for one in given:
         if one.recording is not None and isinstance(chosen, ShareCosts):
             raise OptionError(

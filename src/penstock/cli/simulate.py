@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.costs import read_costs
 from penstock.cli.facts import facts_of
 from penstock.cli.given import Given, ShapeOptions, choose_costs, describe_shape, read_schedules
 from penstock.cli.options import AsJson, CostsText, Delay, Microbatches, Names, Ranks, StagesPerRank
@@ -36,8 +37,9 @@ def simulate(
     penstock simulate 1F1B ZB-H1 -p 8 -m 32 --costs 1,1,0.8 --delay 0.1
     penstock simulate best.csv --costs costs.json --json
     """
-    given = read_schedules(names, ShapeOptions(ranks, microbatches, stages_per_rank))
-    chosen = choose_costs(given, costs, delay)
+    named = None if costs is None else read_costs(costs, delay)
+    given = read_schedules(names, ShapeOptions(ranks, microbatches, stages_per_rank), named)
+    chosen = choose_costs(given, named, delay)
     panels = [
         Panel(
             one.name,

@@ -12,6 +12,7 @@ _UNITS: Final[dict[str, int]] = {
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
 }
+LARGEST_AMOUNT = 1e15  # Sums of larger ones may be more than a float holds.
 _AMOUNT = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)")
 
 
@@ -22,12 +23,19 @@ def to_amount(option: str, text: str) -> float:
     1536.0
     """
     match = _AMOUNT.fullmatch(text.strip().lower())
-    number = _to_number(match[1]) if match and match[2] in _UNITS else math.nan
-    if match is None or not 0 < number < math.inf:
+    is_known = match is not None and match[2] in _UNITS
+    amount = _to_number(match[1]) * _UNITS[match[2]] if match and is_known else math.nan
+    if not 0 < amount <= LARGEST_AMOUNT:
         raise OptionError(
-            f"{option} is {text!r}. Expected a number above 0, with or without a unit: 4 or 8GiB."
+            f"{option} is {shortened(text)!r}. Expected a number above 0, up to "
+            f"{LARGEST_AMOUNT:g}, with or without a unit: 4 or 8GiB."
         )
-    return float(number * _UNITS[match[2]])
+    return float(amount)
+
+
+def shortened(text: str) -> str:
+    """What was typed, in a few words even where it is a lot."""
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def to_caps(text: str | None, *, in_microbatches: bool) -> float | tuple[float, ...] | None:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from penstock.comparison.best import find_best
-from penstock.comparison.costs import StageCosts
 from penstock.comparison.question import Question
 from penstock.draw.panel import in_time
 from penstock.ir import Placement, Schedule
@@ -12,6 +11,9 @@ from penstock.planner.placements import default_placements, describe
 from penstock.planner.problem import nothing_fits
 from penstock.schedules.base import Generator, Shape
 from penstock.sim import Report, simulate
+
+SEARCHED = "searched"
+"""Stands where a schedule's name does, for one that is searched."""
 
 _EFFORT, _SECONDS = 0.1, 10.0  # A taste, in a second or less: `penstock search` is thorough.
 
@@ -47,7 +49,8 @@ class Comparison:
         """Those that fit first, the fastest first, and of those as fast who holds less."""
         return sorted(
             self._rows,
-            key=lambda row: (row.excess != "", round(row.time, 9), row.report.peak_memory),
+            # Times that differ by rounding alone are equal, whatever their unit.
+            key=lambda row: (row.excess != "", float(f"{row.time:.9g}"), row.report.peak_memory),
         )
 
     @property
@@ -94,11 +97,7 @@ class Comparison:
         question = self.question
         shape = Shape(question.num_ranks, question.num_microbatches, count)
         fewest = generator.min_microbatches(shape)
-        is_fixed = isinstance(question.costs, StageCosts) and question.costs.schedule is None
-        if is_fixed and count != stages_per_rank:
-            stages = "1 stage" if count == 1 else f"{count} stages"
-            self.left_out[generator.name] = f"needs {stages} per rank"
-        elif shape.m < fewest:
+        if shape.m < fewest:
             self.left_out[generator.name] = f"needs {fewest} microbatches"
         else:
             schedule = generator(
@@ -122,7 +121,7 @@ class Comparison:
                 continue  # They are in a file, and cannot be placed otherwise.
             placements = default_placements(num_stages, question.num_ranks)
             found = find_best(question, [placements], seconds=_SECONDS, effort=_EFFORT)
-            self.add("searched", found.schedule)
+            self.add(SEARCHED, found.schedule)
 
     def _bound(self, placement: Placement) -> tuple[Problem, float]:
         if placement not in self._bounds:

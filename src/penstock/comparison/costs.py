@@ -1,6 +1,6 @@
 """Costs as people give them: of a rank's share of the model, or of the stages of a file."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -10,8 +10,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from penstock.draw.panel import MemoryUnit, TimeUnit
-from penstock.errors import OptionError
-from penstock.ir import Placement, Rank, Schedule
+from penstock.ir import Placement, Schedule
 from penstock.sim import CostTable, Recording
 
 
@@ -31,6 +30,8 @@ class ShareCosts:
     forward: tuple[float, ...] = (1.0,)
     backward_input: tuple[float, ...] = (1.0,)
     backward_weight: tuple[float, ...] = (1.0,)
+    backward: tuple[float, ...] | None = None
+    """Of full backwards; as much as their halves if it is not given."""
     after_forward: tuple[float, ...] = (1.0,)
     after_input: tuple[float, ...] = (1.0,)
     delay: float = 0.0
@@ -45,6 +46,7 @@ class ShareCosts:
             forward=_along(self.forward, placement),
             backward_input=_along(self.backward_input, placement),
             backward_weight=_along(self.backward_weight, placement),
+            backward=None if self.backward is None else _along(self.backward, placement),
             after_forward=_along(self.after_forward, placement),
             after_input=_along(self.after_input, placement),
             delay=self.delay,
@@ -56,35 +58,62 @@ class ShareCosts:
 class StageCosts:
     """The costs of given stages."""
 
-    source: str
     costs: CostTable
-    time_unit: TimeUnit
-    schedule: Schedule | None
+    time_unit: TimeUnit = ""
+    schedule: Schedule | None = None
     """What was recorded, if they are from a recording."""
     memory_unit: MemoryUnit = ""
 
     @classmethod
-    def of_recording(cls, source: str, recording: Recording, delay: float | None) -> "StageCosts":
+    def of_recording(cls, recording: Recording, delay: float | None) -> "StageCosts":
         """What was measured, in seconds."""
-        costs = with_delay(recording.costs(), delay)
-        return cls(source, costs, "s", recording.schedule)
+        return cls(with_delay(recording.costs(), delay), "s", recording.schedule)
 
     def table(self, placement: Placement) -> CostTable:
-        """The costs, if they are of as many stages as `placement` has.
+        """The costs of the stages; if there are others than the given, shared out along the model.
 
-        Those that were recorded are known by rank too: with another number of stages, each has an
-        equal part of what its rank took.
+        >>> costs = StageCosts(CostTable.uniform(2, forward=3.0))
+        >>> costs.table(Placement.v(2)).forward
+        (1.5, 1.5, 1.5, 1.5)
         """
-        if placement.num_stages != self.costs.num_stages:
-            recorded = None if self.schedule is None else self.schedule.placement
-            if recorded is not None and recorded.num_ranks == placement.num_ranks:
-                return _spread(self.costs, recorded, placement)
-            raise OptionError(
-                f"{self.source} has the costs of {self.costs.num_stages} stages, but "
-                f"{placement.num_stages} are needed. Give costs for each stage, or a schedule "
-                "with as many stages as there are costs."
+        if placement.num_stages == self.costs.num_stages:
+            return self.costs
+        return self.shares(placement.num_ranks).table(placement)
+
+    def shares(self, num_ranks: int) -> ShareCosts:
+        """The same, along the model, of the shares of so many ranks."""
+        costs = self.costs
+        per_rank = costs.num_stages / num_ranks
+
+        def along(values: Sequence[float]) -> tuple[float, ...]:
+            return tuple(value * per_rank for value in values)
+
+        return ShareCosts(
+            forward=along(costs.forward),
+            backward_input=along(costs.backward_input),
+            backward_weight=along(costs.backward_weight),
+            backward=along(costs.backward),
+            after_forward=along(costs.after_forward),
+            after_input=along(costs.after_input),
+            delay=self._mean_delay(),
+            overlap_saving=costs.overlap_saving,
+            time_unit=self.time_unit,
+            memory_unit=self.memory_unit,
+        )
+
+    def _mean_delay(self) -> float:
+        """What a message between ranks takes, on average over the edges."""
+        costs = self.costs
+        # Where it is not known which rank has which stage, each is taken to have its own.
+        ranks = range(costs.num_stages) if self.schedule is None else self.schedule.placement.ranks
+        between_ranks = [
+            delay + transfer
+            for delay, transfer, ends in zip(
+                costs.delay, costs.transfer, pairwise(ranks), strict=True
             )
-        return self.costs
+            if ends[0] != ends[1]
+        ]
+        return fmean(between_ranks) if between_ranks else 0.0
 
 
 Costs: TypeAlias = ShareCosts | StageCosts
@@ -96,16 +125,6 @@ def with_delay(costs: CostTable, delay: float | None) -> CostTable:
     if delay is None:
         return costs
     return replace(costs, delay=(delay,) * (costs.num_stages - 1))
-
-
-def mean_delay(costs: CostTable, placement: Placement) -> float:
-    """What a message between ranks takes on average."""
-    between_ranks = [
-        delay
-        for delay, ends in zip(costs.delay, pairwise(placement.ranks), strict=True)
-        if ends[0] != ends[1]
-    ]
-    return fmean(between_ranks) if between_ranks else 0.0
 
 
 def _along(values: Sequence[float], placement: Placement) -> list[float]:
@@ -132,24 +151,3 @@ def _along(values: Sequence[float], placement: Placement) -> list[float]:
 
 def _overlap(start: Fraction, end: Fraction, part: int) -> Fraction:
     return min(end, Fraction(part + 1)) - max(start, Fraction(part))
-
-
-def _spread(costs: CostTable, recorded: Placement, placement: Placement) -> CostTable:
-    """The costs by rank, in equal parts for the stages that a rank has in another placement."""
-    counts = Counter(placement.ranks)
-
-    def spread(values: Sequence[float]) -> list[float]:
-        totals: defaultdict[Rank, float] = defaultdict(float)
-        for rank, value in zip(recorded.ranks, values, strict=True):
-            totals[rank] += value
-        return [totals[rank] / counts[rank] for rank in placement.ranks]
-
-    return CostTable(
-        forward=spread(costs.forward),
-        backward_input=spread(costs.backward_input),
-        backward_weight=spread(costs.backward_weight),
-        backward=spread(costs.backward),
-        after_forward=spread(costs.after_forward),
-        after_input=spread(costs.after_input),
-        delay=mean_delay(costs, recorded),
-    )

@@ -78,7 +78,8 @@ class _Work:
         if cap == inf or kept == 0:
             return self.num_microbatches
         room = cap * ROUNDING - (self.kept_up_to(other) - kept)
-        return min(self.num_microbatches, max(1, floor(room / kept)))
+        # What is kept may be so little that the quotient is infinite.
+        return floor(min(self.num_microbatches, max(1.0, room / kept)))
 
     def least_before(self, stage: int, mb: int) -> float:
         """The least time of I and W on `stage` that must be over when its F of `mb` starts.
@@ -93,7 +94,8 @@ class _Work:
         least = inf
         for inputs in range(max(0, mb + 1 - self.most_ahead(stage, stage)), mb + 1):
             room = cap - (mb + 1 - inputs) * kept
-            weights = max(0, ceil(inputs - room / left - 1e-9)) if left > 0 else 0
+            needed = inputs - room / left - 1e-9 if left > 0 else 0.0
+            weights = ceil(min(self.num_microbatches, max(0.0, needed)))
             least = min(least, inputs * self.input[stage] + weights * self.weight[stage])
             if weights == 0:
                 break  # More would only take longer.
