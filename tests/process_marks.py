@@ -1,7 +1,9 @@
 """Finds the processes that a command started, by a mark in their environment. Linux only."""
 
+import ctypes
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,3 +32,9 @@ def processes_with(mark: str) -> dict[int, bytes]:
         if mark.encode() in environment:
             found[int(path.parent.name)] = environment
     return found
+
+
+def end_with_the_tests() -> None:
+    """For `preexec_fn`: the kernel kills the process if the tests are killed. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG.

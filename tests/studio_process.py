@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from urllib.parse import parse_qs, urlsplit
 from urllib.request import urlopen
 
-from process_marks import marked
+from process_marks import end_with_the_tests, marked
 
 PROGRAM = Path(sys.executable).with_name("penstock")
 DEADLINE_S = 60.0
@@ -21,9 +22,18 @@ class Studio:
 
     def __init__(self, process: subprocess.Popen[str], mark: str) -> None:
         self.process, self.mark = process, mark
-        assert process.stdout is not None
-        self.address = process.stdout.readline().split()[-1]
-        assert "Ctrl-C stops it.\n" == process.stdout.readline()
+        self.address = self._read_line().split()[-1]
+        assert "Ctrl-C stops it.\n" == self._read_line()
+
+    def _read_line(self) -> str:
+        out = self.process.stdout
+        assert out is not None
+        lines: list[str] = []
+        reading = Thread(target=lambda: lines.append(out.readline()), daemon=True)
+        reading.start()
+        reading.join(DEADLINE_S)
+        assert lines, "the studio says nothing"
+        return lines[0]
 
     @property
     def fields(self) -> dict[str, str]:
@@ -43,16 +53,20 @@ class Studio:
 
 
 @contextmanager
-def studio(*args: object) -> Iterator[Studio]:
+def studio(*args: object, folder: Path | None = None, **variables: str) -> Iterator[Studio]:
+    """`variables` are added to the environment; where one is DISPLAY, a browser is opened."""
+    opened = "--open" if "DISPLAY" in variables else "--no-open"
     with (
         marked() as (mark, environment),
         subprocess.Popen(
-            [PROGRAM, "studio", "--no-open", *map(str, args)],
+            [PROGRAM, "studio", opened, *map(str, args)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, **variables},
+            cwd=folder,
             start_new_session=True,
+            preexec_fn=end_with_the_tests,
         ) as process,
     ):
         try:

@@ -18,13 +18,11 @@
 The browser reaches this machine alone: any other host has no address.
 """
 
-import ctypes
 import hashlib
 import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +32,8 @@ from typing import Literal, TypeVar
 from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.support.wait import WebDriverWait
+
+from process_marks import end_with_the_tests
 
 DEADLINE_S = 30
 FLAGS = (
@@ -67,7 +67,7 @@ def chromium() -> Iterator[Chrome]:
         service = ChromeService(
             shutil.which("chromedriver"),
             env={**os.environ, **places},
-            popen_kw={"start_new_session": True, "preexec_fn": _end_with_the_tests},
+            popen_kw={"start_new_session": True, "preexec_fn": end_with_the_tests},
         )
         try:
             browser = Chrome(_options(Path(folder, "profile")), service)
@@ -88,12 +88,6 @@ def _options(profile: Path) -> ChromeOptions:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     return options
-
-
-def _end_with_the_tests() -> None:
-    """Of the driver: the kernel kills it if the tests are killed. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG.
 
 
 def _kill(service: ChromeService) -> None:

@@ -35,6 +35,7 @@ PICTURE_FIELDS = {
     "forward": "2",
     "backward_input": "1,1,1,3",
     "backward_weight": "0.5",
+    "backward": "1.5",
     "delay": "0.4",
     "activation": "2",
     "after_input": "0.25",
@@ -188,7 +189,7 @@ def test_searched_schedule_fits_where_others_do_not_and_can_be_drawn(page: Studi
     [
         ("ranks", "many", "ranks is 'many'. Expected a whole number from 1 to 64."),
         ("microbatches", "0", "microbatches is '0'. Expected a whole number from 1 to 512."),
-        ("forward", "1,x", "forward is '1,x'. Expected a number that is not negative"),
+        ("forward", "1,x", "forward is '1,x'. Expected a number from 0 to 1e+15"),
         ("memory", "0.1", "Nothing fits: rank 0 may hold 0.1"),
         ("memory", "1,2", "memory has 2 numbers, but there are 4 ranks."),
         ("overlap_saving", "2", "overlap_saving is '2'. Expected a number from 0 to 1."),
@@ -246,11 +247,50 @@ def test_dragged_slider_ends_with_the_last_value(page: StudioPage) -> None:
     assert f"num_microbatches={page.fields()['microbatches']})" in page.text("#python")
 
 
-def test_arrow_keys_step_a_number(page: StudioPage) -> None:
-    field = page.browser.find_element(By.ID, "forward")
-    field.send_keys(Keys.ARROW_UP, Keys.ARROW_UP)
+@pytest.mark.parametrize(
+    ("field", "keys", "expected"),
+    [
+        ("forward", [Keys.ARROW_UP, Keys.ARROW_UP], "1.2"),
+        ("microbatches", [Keys.SHIFT, Keys.ARROW_UP], "18"),
+        ("ranks", [Keys.SHIFT, Keys.ARROW_DOWN], "1"),
+        ("stages_per_rank", [Keys.ARROW_DOWN], "1"),
+        ("memory", [Keys.ARROW_DOWN], "1"),
+    ],
+)
+def test_arrow_keys_step_a_number(
+    page: StudioPage, field: str, keys: list[str], expected: str
+) -> None:
+    page.browser.find_element(By.ID, field).send_keys(*keys)
     page.wait()
-    assert "1.2" == page.fields()["forward"]
+    assert expected == page.fields()[field]
+
+
+def test_slider_has_no_place_for_a_list(page: StudioPage) -> None:
+    slider = page.browser.find_element(By.CSS_SELECTOR, "input[aria-label='Forward, slider']")
+    assert slider.is_enabled()
+    page.change("forward", "1,2")
+    assert not slider.is_enabled()
+
+
+def test_rows_that_fit_come_first_and_the_drawn_ones_are_marked(page: StudioPage) -> None:
+    page.change("memory", "3")
+    rows = page.browser.find_elements(By.CSS_SELECTOR, "#table tbody tr")
+    names = [str(row.get_attribute("data-name")) for row in rows]
+    assert ["searched", "V-Half", "V-Min", "ZB-V"] == [
+        name for name in names if name in ("searched", "V-Half", "V-Min", "ZB-V")
+    ]
+    assert "ForwardOnly" == names[-1]
+    current = page.browser.find_elements(By.CSS_SELECTOR, "#table tr[aria-current]")
+    assert {"ZB-V", "1F1B"} == {row.get_attribute("data-name") for row in current}
+
+
+def test_picture_keeps_the_focus_when_it_is_drawn_anew(page: StudioPage) -> None:
+    script = "document.querySelectorAll('#picture canvas')[1].focus(); form.set('ranks', '5');"
+    page.browser.execute_script(f"{script} changed('chosen')")
+    page.wait()
+    assert page.browser.execute_script(
+        "return document.activeElement === document.querySelectorAll('#picture canvas')[1]"
+    )
 
 
 def test_click_on_a_row_draws_it(page: StudioPage) -> None:
@@ -277,6 +317,13 @@ def test_address_brings_back_what_was_typed(browser: Chrome, running: Studio) ->
     page.wait()
     assert ("2", "1,2") == tuple(page.fields()[name] for name in ("ranks", "forward"))
     assert [] == console_errors(browser)
+
+
+def test_what_is_unknown_in_an_address_is_told(browser: Chrome, running: Studio) -> None:
+    page = StudioPage(browser, running, p="8", schedule="none", ranks="2")
+    expected = "Of the address this was not understood: p=8, schedule=none."
+    assert expected == page.text("#unknown")
+    assert ("2", "ZB-V") == tuple(page.fields()[name] for name in ("ranks", "schedule"))
 
 
 def test_reset_brings_back_the_beginning(page: StudioPage) -> None:

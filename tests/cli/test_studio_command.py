@@ -14,6 +14,7 @@ from command_line import run
 from penstock import CostTable, schedules, simulate
 from penstock.sim import RecordedStep, Recording
 from penstock.studio.inputs import read_inputs
+from penstock.studio.serve import has_screen
 from process_marks import processes_with
 from studio_process import DEADLINE_S, Studio, studio
 
@@ -46,6 +47,16 @@ def test_ctrl_c_during_a_search_leaves_no_process() -> None:
         asked.close()
 
 
+def test_ctrl_c_does_not_wait_for_what_is_drawn() -> None:
+    with studio("--port", 0) as running:
+        # Half a minute's work.
+        asked = ask(running, "/files/a.png?ranks=64&microbatches=128")
+        running.get("picture?ranks=2")  # By then the other is under way.
+        code, _, err = running.stop()
+        assert (0, "") == (code, err)
+        asked.close()
+
+
 @needs_proc
 def test_search_that_nobody_waits_for_is_stopped() -> None:
     with studio("--port", 0) as running:
@@ -64,14 +75,50 @@ def test_search_ends_when_the_server_is_killed() -> None:
 
 
 def ask_for_a_long_search(running: Studio) -> socket.socket:
-    """Returns when the search is under way."""
+    """Returns when the process of the search is there."""
+    asked = ask(running, "/search?ranks=32&microbatches=128&search=thorough")
+    wait_for_processes(running.mark, 2)
+    return asked
+
+
+def ask(running: Studio, path: str) -> socket.socket:
+    """Does not wait for an answer."""
     where = urlsplit(running.address)
     assert where.hostname is not None
     asked = socket.create_connection((where.hostname, where.port or 0), timeout=DEADLINE_S)
-    path = "/search?ranks=32&microbatches=128&search=thorough"
     asked.sendall(f"GET {path} HTTP/1.1\r\nHost: {where.hostname}\r\n\r\n".encode())
-    wait_for_processes(running.mark, 2)
     return asked
+
+
+def test_file_beside_it_is_not_taken_for_a_module_of_pythons(tmp_path: Path) -> None:
+    # A search is a process of its own, started where the studio was.
+    (tmp_path / "fractions.py").write_text("raise ImportError('of the user')\n")
+    with studio("--port", 0, folder=tmp_path) as running:
+        assert '"name":"searched"' in running.get("search?ranks=2")
+
+
+def test_page_is_opened_in_the_browser_where_there_is_a_screen(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {asked}.part && mv {asked}.part {asked}\n')
+    browser.chmod(0o755)
+    with studio("--port", 0, "-p", 2, DISPLAY=":0", BROWSER=f"{browser} %s") as running:
+        end = time.monotonic() + DEADLINE_S
+        while not asked.exists():
+            assert time.monotonic() < end, "nothing was opened"
+            time.sleep(0.01)
+        assert f"{running.address}\n" == asked.read_text()
+
+
+def test_no_browser_is_opened_where_there_is_no_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    assert not has_screen()
+    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
+    assert has_screen()
 
 
 def test_port_that_is_in_use_is_told() -> None:
@@ -104,12 +151,15 @@ def test_costs_of_a_file_are_typed_in_along_the_model(tmp_path: Path) -> None:
         forward=[1, 2, 3, 4],
         backward_input=[1] * 4,
         backward_weight=[0.5] * 4,
+        backward=[1.25, 1.25, 1.5, 1.25],
         after_forward=[8, 4, 4, 4],
         delay=0.25,
     )
     costs.save(tmp_path / "costs.json")
-    with studio("--costs", tmp_path / "costs.json", "-p", 2, "--port", 0) as running:
+    args = ("--costs", tmp_path / "costs.json", "-p", 2, "--memory", "1KiB")
+    with studio(*args, "--port", 0) as running:
         inputs = read_inputs(running.fields)
+    assert (1024.0, "bytes") == (inputs.question.memory, inputs.question.costs.memory_unit)
     schedule = schedules.get("ZB-V")(num_ranks=2, num_microbatches=8)
     assert costs == inputs.question.costs.table(schedule.placement)
 
@@ -130,7 +180,8 @@ def test_recording_is_typed_in_with_its_shape_in_seconds(tmp_path: Path) -> None
     [
         (["-p", "65"], "ranks is '65'. Expected a whole number from 1 to 64."),
         (["--memory", "1,2"], "memory has 2 numbers, but there are 4 ranks."),
-        (["--memory", "0.2,lots"], "memory is 'lots'."),
+        (["--memory", "0.2,lots"], "--memory is 'lots'."),
+        (["--memory", "8GiB"], "--memory is '8GiB', but without a file of costs nobody knows"),
         (["--costs", "1,2"], "--costs is '1,2', which is neither a file nor three numbers."),
         (["--port", "70000"], "'--port'"),
     ],

@@ -1,14 +1,16 @@
 """What the page is told of what is typed in."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from penstock import CostTable, Schedule, schedules, simulate
 from penstock.draw.panel import Panel
+from penstock.errors import InputError
 from penstock.schedules import names
 from penstock.studio import answers
-from penstock.studio.inputs import InputError, Inputs, read_inputs
+from penstock.studio.inputs import Inputs, read_inputs
 
 CSV, COSTS = answers.FILES["CSV"], answers.FILES["costs"]
 CLOCKS = ("makespan", "span")
@@ -115,10 +117,35 @@ def test_table_counts_by_the_clock() -> None:
     assert ("25.5", "24") == tuple(rows(clock=clock)["ZB-V"]["cells"][0] for clock in CLOCKS)
 
 
+def test_gap_is_told_of_those_that_fit() -> None:
+    found = rows(memory="4")
+    assert ("22.22%", "") == (found["1F1B"]["cells"][3], found["GPipe"]["cells"][3])
+
+
+def test_memory_that_is_enough_for_some_placements_is_no_problem() -> None:
+    # A microbatch holds 1.5 and 3.5 on the ranks of a line, and 2.5 on each of a V.
+    inputs = read_inputs({"ranks": "2", "memory": "2.5", "activation": "1,2,3,4"})
+    answers.check_memory(inputs)
+    assert "V, 2 per rank" == answers.searched_row(inputs, answers.search(inputs))["cells"][-1]
+
+
+def test_search_that_is_stopped_says_so() -> None:
+    inputs = read_inputs({"ranks": "8", "microbatches": "32", "forward": "1,1.3", "memory": "5"})
+    found = answers.search(replace(inputs, seconds=0.01))
+    assert answers.searched_row(inputs, found)["note"].endswith("s, and then stopped.")
+
+
 def test_known_units_are_shown() -> None:
     found = rows(units="seconds and bytes", forward="0.001", activation="2048")
     assert "22.01 s" == found["1F1B"]["cells"][0]
     assert "8 KiB" == found["1F1B"]["cells"][2]
+
+
+@pytest.mark.parametrize("field", ["activation", "after_input"])
+def test_memory_of_which_next_to_nothing_is_held_is_compared(field: str) -> None:
+    # The number of microbatches that fit was more than a float holds.
+    fields = {field: "5e-324", "memory": "1e15"}
+    assert all(row["fits"] for row in rows(**fields).values() if row["cells"])
 
 
 @pytest.mark.parametrize("cost", ["0", "1e15"])

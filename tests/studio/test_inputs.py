@@ -1,12 +1,12 @@
 """What is typed in is checked field by field."""
 
-import re
-
 import pytest
 
+from penstock.comparison import ShareCosts
+from penstock.errors import InputError
 from penstock.ir import Placement
 from penstock.schedules import names
-from penstock.studio.inputs import DEFAULTS, InputError, read_inputs
+from penstock.studio.inputs import DEFAULTS, fields_of, read_inputs
 
 
 def problems_of(**fields: str) -> dict[str, str]:
@@ -36,20 +36,29 @@ def test_defaults_are_all_right() -> None:
         ("ranks", "9" * 5000, "ranks is '9999999999999999999999999999999999999...'."),
         ("microbatches", "x", "microbatches is 'x'. Expected a whole number from 1 to 512."),
         ("stages_per_rank", "9", "stages_per_rank is '9'. Expected a whole number from 1 to 8."),
-        ("forward", "", "forward is empty. Expected a number that is not negative"),
-        ("forward", "-1", "forward is '-1'. Expected a number that is not negative"),
+        ("forward", "", "forward is empty. Expected a number from 0 to 1e+15, or several"),
+        ("forward", "-1", "forward is '-1'. Expected a number from 0"),
         ("forward", "nan", "Expected a number"),
         ("forward", "inf", "Expected a number"),
-        ("backward_input", "1,,2", "several along the model with commas between: 1,1,2."),
+        ("forward", "1e16", "forward is '1e16'. Expected a number from 0 to 1e+15"),
+        (
+            "backward_input",
+            "1,,2",
+            "several along the model with commas between, 1,1,2, at most 512.",
+        ),
         ("backward_weight", "1;2", "several along the model"),
         ("activation", ",".join("1" * 513), "activation is '1,1,1,"),
         ("after_input", "many", "after_input is 'many'."),
-        ("delay", "1,2", "delay is '1,2'. Expected a number that is not negative."),
+        ("delay", "1,2", "delay is '1,2'. Expected a number from 0 to 1e+15."),
         ("delay", "1e16", "delay is '1e16'. Expected a number"),
         ("overlap_saving", "1.1", "overlap_saving is '1.1'. Expected a number from 0 to 1."),
         ("memory", "0", "memory is '0'. Expected a number above 0"),
         ("memory", "4,4", "memory has 2 numbers, but there are 4 ranks. Expected one for all"),
         ("memory", "lots", "memory is 'lots'."),
+        ("memory", "9" * 3000, "memory is '9999999999999999999999999999999999999...'."),
+        ("memory", "1e12TiB", "memory is '1e12TiB'. Expected a number above 0, up to 1e+15"),
+        ("memory", "8GiB", "memory is '8GiB'. Expected a number in the unit of activation"),
+        ("backward", "x", "backward is 'x'. Expected a number from 0"),
         ("clock", "sun", "clock is 'sun'. Expected one of makespan, span."),
         ("units", "feet", "units is 'feet'. Expected one of any, seconds, seconds and bytes."),
         ("search", "long", "search is 'long'. Expected one of off, quick, thorough."),
@@ -71,10 +80,39 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def test_too_many_ranks_and_microbatches_are_a_problem_only_together() -> None:
-    read_inputs({"ranks": "64", "microbatches": "256"})
-    problems = problems_of(ranks="64", microbatches="257")
-    expected = "64 ranks and 257 microbatches are too many to draw at once. Expected a product"
-    assert re.match(expected, problems["microbatches"])
+    read_inputs({"ranks": "64", "microbatches": "128"})
+    read_inputs({"ranks": "64", "microbatches": "16", "stages_per_rank": "8"})
+    for other in ({"microbatches": "129"}, {"microbatches": "17", "stages_per_rank": "8"}):
+        problems = problems_of(ranks="64", **other)
+        expected = "The product of ranks, microbatches and stages per rank is 8,"
+        assert problems["microbatches"].startswith(expected)
+
+
+def test_numbers_that_are_wrong_by_themselves_are_not_looked_at_together() -> None:
+    assert {"ranks"} == {*problems_of(ranks="many", memory="1,2,3")}
+    assert {"stages_per_rank"} == {
+        *problems_of(ranks="64", microbatches="256", stages_per_rank="x")
+    }
+
+
+def test_share_may_be_all_and_nothing() -> None:
+    for text in ("0", "1"):
+        costs = read_inputs({"overlap_saving": text}).question.costs
+        assert float(text) == costs.table(Placement.linear(2)).overlap_saving
+
+
+def test_search_is_quick_unless_it_is_to_be_thorough() -> None:
+    quick, thorough = (read_inputs({"search": name}) for name in ("quick", "thorough"))
+    assert (0.1, 10.0) == (quick.effort, quick.seconds)
+    assert (1.0, 60.0) == (thorough.effort, thorough.seconds)
+
+
+def test_full_backward_costs_as_much_as_its_halves_unless_it_is_given() -> None:
+    def backward(**fields: str) -> tuple[float, ...]:
+        return read_inputs(fields).question.costs.table(Placement.linear(2)).backward
+
+    assert (3.0, 3.0) == backward(backward_weight="2")
+    assert (1.5, 1.8) == backward(backward_weight="2", backward="1.5,1.8")
 
 
 def test_blanks_around_numbers_do_not_matter() -> None:
@@ -85,12 +123,27 @@ def test_blanks_around_numbers_do_not_matter() -> None:
 
 
 def test_memory_may_have_units_and_be_different_for_each_rank() -> None:
-    inputs = read_inputs({"ranks": "2", "memory": "1KiB,2KiB"})
+    inputs = read_inputs({"ranks": "2", "memory": "1KiB,2KiB", "units": "seconds and bytes"})
     assert (1024.0, 2048.0) == inputs.question.memory
 
 
 def test_what_is_drawn_already_is_not_drawn_beside_itself() -> None:
     assert "" == read_inputs({"schedule": "ZB-V", "beside": "ZB-V"}).beside
+
+
+def test_fields_of_costs_are_read_as_these_costs() -> None:
+    costs = ShareCosts(
+        forward=(1.0, 2.5),
+        backward_input=(0.25,),
+        backward_weight=(0.0, 1.0, 3.0),
+        backward=(1.25, 4.0),
+        after_forward=(1e-9, 1234567.125),
+        after_input=(7.0,),
+        delay=0.125,
+        overlap_saving=0.5,
+    )
+    assert costs == read_inputs(fields_of(costs)).question.costs
+    assert ShareCosts() == read_inputs(fields_of(ShareCosts())).question.costs
 
 
 @pytest.mark.parametrize("name", [*names(), "searched"])

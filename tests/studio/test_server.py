@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ from starlette.testclient import TestClient
 
 from penstock.schedules import names
 from penstock.studio import answers
-from penstock.studio.inputs import DEFAULTS
+from penstock.studio.inputs import DEFAULTS, Inputs
 from penstock.studio.server import make_app
 
 
@@ -104,7 +105,10 @@ def test_files_are_downloaded_under_their_names(client: TestClient) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["a.exe", "csv", "..%2f..%2fetc%2fpasswd"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.exe", "csv", ".csv", ".html", "日.csv", 'a".csv', "a%0d%0ab.csv", "..%2f..%2fetc%2fpasswd"],
+)
 def test_no_other_files_are_there(client: TestClient, name: str) -> None:
     assert 404 == client.get(f"/files/{name}").status_code
 
@@ -115,8 +119,53 @@ def test_another_name_for_this_machine_is_refused(client: TestClient) -> None:
     assert 200 == client.get("/picture", headers={"host": "localhost:8787"}).status_code
 
 
+@pytest.mark.parametrize("path", ["/picture", "/table", "/search", "/files/a.csv", "/page.js"])
+def test_page_of_elsewhere_gets_no_answer(client: TestClient, path: str) -> None:
+    # Such a page may not read the answer, but its images and scripts could start searches.
+    for site, expected in (("cross-site", 403), ("same-site", 403), ("same-origin", 200)):
+        query = {"ranks": "2", "microbatches": "2"}
+        answer = client.get(path, params=query, headers={"sec-fetch-site": site})
+        assert expected == answer.status_code
+
+
+def test_link_of_elsewhere_may_lead_to_the_page(client: TestClient) -> None:
+    assert 200 == client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code
+
+
+def test_what_was_searched_is_kept_whatever_is_drawn(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = client.get("/search", params={"schedule": "ZB-V", "ranks": "2"}).json()
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # So that another search fails.
+    assert first == client.get("/search", params={"schedule": "GPipe", "ranks": "2"}).json()
+    assert "problems" in client.get("/search", params={"ranks": "3"}).json()
+
+
+def test_search_that_is_killed_is_a_problem_of_its_field(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    problems = client.get("/search").json()["problems"]
+    expected = "The search ended with exit code 1, most likely for want of memory. Ask for fewer"
+    assert problems["search"].startswith(expected)
+
+
 def test_only_questions_are_answered(client: TestClient) -> None:
     assert 405 == client.post("/picture").status_code
+
+
+def test_mistake_of_ours_in_the_table_is_its_last_line(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(inputs: Inputs) -> Iterator[object]:
+        yield {"name": "GPipe"}
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(answers, "table", fail)
+    lines = [json.loads(line) for line in client.get("/table").text.splitlines()]
+    expected = "The studio failed: ZeroDivisionError('of ours')"
+    assert [{"name": "GPipe"}, {"problems": {"": expected}}] == lines
+    assert "in fail" in capsys.readouterr().err
 
 
 def test_mistake_of_ours_is_told_and_printed(
@@ -132,3 +181,4 @@ def test_mistake_of_ours_is_told_and_printed(
     expected = "The studio failed: ZeroDivisionError('of ours')"
     assert (500, {"problems": {"": expected}}) == (answer.status_code, answer.json())
     assert "in fail" in capsys.readouterr().err
+    assert "default-src 'none'" in answer.headers["content-security-policy"]

@@ -1,16 +1,15 @@
 """`penstock studio`: a page to play with."""
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from penstock.cli.costs import read_costs
+from penstock.cli.given import ShapeOptions
 from penstock.cli.options import CostsText, Delay, Memory, Microbatches, Ranks
-from penstock.comparison import ShareCosts, StageCosts
-from penstock.comparison.costs import mean_delay
-from penstock.ir import Placement
-from penstock.studio.inputs import DEFAULTS, read_inputs
+from penstock.comparison import ShareCosts
+from penstock.comparison.amounts import to_caps
+from penstock.studio.inputs import DEFAULTS, fields_of, read_inputs
 
 
 def studio(
@@ -40,63 +39,20 @@ def studio(
     penstock studio -p 8 -m 32 --costs 1,1,0.8 --delay 0.1 --memory 8
     penstock studio --costs costs.json --port 9000 --no-open
     """
-    fields = _cost_fields(read_costs(costs, delay), ranks)
-    if ranks is not None:
-        fields["ranks"] = str(ranks)
-    if microbatches is not None:
-        fields["microbatches"] = str(microbatches)
+    chosen = read_costs(costs, delay)
+    to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
+    num_ranks, num_microbatches = ShapeOptions(ranks, microbatches, None).of(None, chosen)
+    shares = chosen if isinstance(chosen, ShareCosts) else chosen.shares(num_ranks)
+    fields = fields_of(shares) | {"ranks": str(num_ranks), "microbatches": str(num_microbatches)}
+    if chosen.time_unit == "s":
+        fields["units"] = "seconds"
     if memory is not None:
         fields["memory"] = memory
+        if memory[-1:].isalpha():  # Then the file has bytes, and seconds.
+            fields["units"] = "seconds and bytes"
     read_inputs(fields)  # What is wrong is said here, not in the browser.
     # uvicorn and starlette take a while to load.
     from penstock.studio.serve import serve
 
     changed = {name: text for name, text in fields.items() if text != DEFAULTS[name]}
     serve(changed, port=port, is_opened=is_opened)
-
-
-def _cost_fields(costs: ShareCosts | StageCosts, num_ranks: int | None) -> dict[str, str]:
-    """What to type in for these costs."""
-    if isinstance(costs, ShareCosts):
-        return _fields(costs)
-    table, schedule = costs.costs, costs.schedule
-    if num_ranks is None:
-        num_ranks = table.num_stages if schedule is None else schedule.num_ranks
-    per_rank = table.num_stages / num_ranks
-
-    def along(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(value * per_rank for value in values)
-
-    placement = Placement.linear(table.num_stages) if schedule is None else schedule.placement
-    fields = _fields(
-        ShareCosts(
-            forward=along(table.forward),
-            backward_input=along(table.backward_input),
-            backward_weight=along(table.backward_weight),
-            after_forward=along(table.after_forward),
-            after_input=along(table.after_input),
-            delay=mean_delay(table, placement),
-            overlap_saving=table.overlap_saving,
-        )
-    )
-    shape = {} if schedule is None else {"microbatches": str(schedule.num_microbatches)}
-    units = "seconds" if costs.time_unit == "s" else "any"
-    return {**fields, **shape, "ranks": str(num_ranks), "units": units}
-
-
-def _fields(costs: ShareCosts) -> dict[str, str]:
-    return {
-        "forward": _text(costs.forward),
-        "backward_input": _text(costs.backward_input),
-        "backward_weight": _text(costs.backward_weight),
-        "activation": _text(costs.after_forward),
-        "after_input": _text(costs.after_input),
-        "delay": _text([costs.delay]),
-        "overlap_saving": _text([costs.overlap_saving]),
-    }
-
-
-def _text(values: Sequence[float]) -> str:
-    """With commas between, and short enough for an address."""
-    shown = [f"{value:.6g}" for value in values]
-    return shown[0] if len(set(shown)) == 1 else ",".join(shown)

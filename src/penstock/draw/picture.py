@@ -218,7 +218,8 @@ def _draw_legend(sheet: _Sheet, panels: Sequence[Panel]) -> None:
         entries.append(("paler: later stages of the rank", colour(Kind.FORWARD, most - 1, most)))
     entries.append(("idle", sheet.colours.idle))
     handles: list[Artist] = [Patch(facecolor=fill, label=words) for words, fill in entries]
-    if any(panel.caps for panel in panels):
+    scales = {panel.memory_unit: memory_scale(panels, panel.memory_unit) for panel in panels}
+    if any(cap <= scales[panel.memory_unit] for panel in panels for cap in panel.caps):
         line = Line2D([], [], color=sheet.colours.ink, linestyle=CAP_DASHES, linewidth=0.7)
         line.set_label("cap of the memory")
         handles.append(line)

@@ -6,18 +6,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NotRequired, TypedDict
 
-from penstock.comparison import Comparison, Question, Row, find_best
+from penstock.comparison import SEARCHED, Comparison, Question, Row, find_best
 from penstock.draw import Panel, save
 from penstock.draw.page import PageData, page_data
 from penstock.draw.panel import in_memory, in_time
-from penstock.errors import PipelineError, ScheduleError
+from penstock.errors import InputError, ScheduleError
 from penstock.ir import Placement, Schedule
 from penstock.planner import SearchResult
 from penstock.planner.placements import default_placements, describe
 from penstock.planner.problem import nothing_fits
 from penstock.schedules import REGISTRY, get
 from penstock.sim import Report, simulate
-from penstock.studio.inputs import SEARCHED, InputError, Inputs
+from penstock.studio.inputs import Inputs
 from penstock.studio.python_text import python_text
 
 # What a name ends in, for each kind of file.
@@ -168,12 +168,10 @@ def table(inputs: Inputs) -> Iterator[RowData | BoundData]:
     """A row for each registered schedule, each as soon as it is known; last comes the bound."""
     comparison = Comparison(inputs.question)
     for generator in REGISTRY:
-        try:
-            row = comparison.add_registered(generator, inputs.stages_per_rank)
-            why = comparison.left_out.get(generator.name, "has no backward")
-        except PipelineError as error:
-            row, why = None, str(error)
-        yield row_data(inputs.question, row) if row else _left_out(generator.name, why)
+        name = generator.name
+        row = comparison.add_registered(generator, inputs.stages_per_rank)
+        why = comparison.left_out.get(name, "has no backward")
+        yield row_data(inputs.question, row) if row else _left_out(name, why)
     yield {"bound": comparison.bound_in_words}
 
 

@@ -1,21 +1,18 @@
 """What is typed into the page, checked field by field."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar, cast, get_args
 
-from penstock.comparison import Question, ShareCosts
-from penstock.comparison.amounts import to_amount
+from penstock.comparison import SEARCHED, Question, ShareCosts
+from penstock.comparison.amounts import LARGEST_AMOUNT, shortened, to_amount
 from penstock.draw.panel import MemoryUnit, TimeUnit
-from penstock.errors import OptionError
+from penstock.errors import InputError, OptionError
 from penstock.schedules import names
 from penstock.schedules.base import Clock
 
 T = TypeVar("T")
-
-SEARCHED: Final = "searched"
-"""Stands where a schedule's name does, for the one that is searched."""
 
 DEFAULTS: Final[Mapping[str, str]] = {
     "schedule": "ZB-V",
@@ -26,6 +23,7 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "forward": "1",
     "backward_input": "1",
     "backward_weight": "1",
+    "backward": "",
     "delay": "0",
     "overlap_saving": "0",
     "activation": "1",
@@ -38,24 +36,22 @@ DEFAULTS: Final[Mapping[str, str]] = {
 """The fields, and what is in them at first."""
 
 # So much is drawn within a moment.
-_MOST_RANKS, _MOST_MICROBATCHES, _MOST_STAGES_PER_RANK = 64, 512, 8
-_LARGEST_PRODUCT = 16_384
-_MOST_VALUES, _LARGEST_VALUE = 512, 1e15
+LARGEST: Final[Mapping[str, int]] = {"ranks": 64, "microbatches": 512, "stages_per_rank": 8}
+_LARGEST_PRODUCT = 8_192
+_MOST_VALUES = 512
 _UNITS: Final[Mapping[str, tuple[TimeUnit, MemoryUnit]]] = {
     "any": ("", ""),
     "seconds": ("s", ""),
     "seconds and bytes": ("s", "bytes"),
 }
+CHOICES: Final[Mapping[str, Sequence[str]]] = {
+    "clock": get_args(Clock),
+    "units": tuple(_UNITS),
+    "search": ("off", "quick", "thorough"),
+}
+"""What can be chosen in the fields that are no numbers, beside the schedules."""
 _EFFORTS: Final = {"off": 0.1, "quick": 0.1, "thorough": 1.0}
 _SECONDS: Final = {"off": 10.0, "quick": 10.0, "thorough": 60.0}
-
-
-class InputError(OptionError):
-    """Fields hold what cannot be used: `problems` has a message for each."""
-
-    def __init__(self, problems: Mapping[str, str]) -> None:
-        super().__init__(" ".join(problems.values()))
-        self.problems = dict(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +71,20 @@ class Inputs:
 def read_inputs(query: Mapping[str, str]) -> Inputs:
     """Checks every field; those that are not given have their defaults."""
     form = _Form(query)
-    search = form.read("search", _one_of(_EFFORTS))
+    search = form.read("search", _one_of(CHOICES["search"]))
     schedule = form.read("schedule", _one_of([*names(), SEARCHED]))
     beside = form.read("beside", _one_of(["", *names(), SEARCHED]))
-    stages_per_rank = form.read("stages_per_rank", _stages_per_rank)
+    stages_per_rank = form.read("stages_per_rank", _count_or_none)
+    costs = _read_costs(form)
     question = Question(
-        costs=_read_costs(form),
-        num_ranks=form.read("ranks", _count(_MOST_RANKS)),
-        num_microbatches=form.read("microbatches", _count(_MOST_MICROBATCHES)),
-        memory=form.read("memory", _caps),
-        clock=cast(Clock, form.read("clock", _one_of(get_args(Clock)))),
+        costs=costs,
+        num_ranks=form.read("ranks", _count),
+        num_microbatches=form.read("microbatches", _count),
+        memory=form.read("memory", _caps(costs.memory_unit)),
+        clock=cast(Clock, form.read("clock", _one_of(CHOICES["clock"]))),
     )
-    if not form.problems.keys() & {"ranks", "microbatches"}:
-        form.problems.update(_check_together(question))
+    if not form.problems.keys() & {"ranks", "microbatches", "stages_per_rank"}:
+        form.problems.update(_check_together(question, stages_per_rank))
     if form.problems:
         raise InputError(form.problems)
     return Inputs(
@@ -100,6 +97,26 @@ def read_inputs(query: Mapping[str, str]) -> Inputs:
     )
 
 
+def fields_of(costs: ShareCosts) -> dict[str, str]:
+    """What to type in for these costs."""
+    lists = {
+        "forward": costs.forward,
+        "backward_input": costs.backward_input,
+        "backward_weight": costs.backward_weight,
+        "backward": costs.backward or (),
+        "activation": costs.after_forward,
+        "after_input": costs.after_input,
+        "delay": (costs.delay,),
+        "overlap_saving": (costs.overlap_saving,),
+    }
+    shown = {
+        name: [repr(value).removesuffix(".0") for value in values] for name, values in lists.items()
+    }
+    return {
+        name: texts[0] if len({*texts}) == 1 else ",".join(texts) for name, texts in shown.items()
+    }
+
+
 class _Form:
     """The fields as they are read, and what is wrong with them so far."""
 
@@ -107,7 +124,8 @@ class _Form:
         self._fields = {**DEFAULTS, **query}
         self.problems = {
             name: f"There is no field {name}. Expected some of {', '.join(DEFAULTS)}."
-            for name in query.keys() - DEFAULTS
+            for name in query
+            if name not in DEFAULTS
         }
 
     def read(self, name: str, convert: Callable[[str, str], T]) -> T:
@@ -125,6 +143,7 @@ def _read_costs(form: _Form) -> ShareCosts:
         forward=form.read("forward", _numbers),
         backward_input=form.read("backward_input", _numbers),
         backward_weight=form.read("backward_weight", _numbers),
+        backward=form.read("backward", _numbers_or_none),
         after_forward=form.read("activation", _numbers),
         after_input=form.read("after_input", _numbers),
         delay=form.read("delay", _number),
@@ -134,14 +153,15 @@ def _read_costs(form: _Form) -> ShareCosts:
     )
 
 
-def _check_together(question: Question) -> dict[str, str]:
+def _check_together(question: Question, stages_per_rank: int | None) -> dict[str, str]:
     """What fields that are right by themselves can have wrong together."""
     num_ranks, num_microbatches = question.num_ranks, question.num_microbatches
     problems = {}
-    if num_ranks * num_microbatches > _LARGEST_PRODUCT:
+    product = num_ranks * num_microbatches * (stages_per_rank or 1)
+    if product > _LARGEST_PRODUCT:
         problems["microbatches"] = (
-            f"{num_ranks} ranks and {num_microbatches} microbatches are too many to draw at once. "
-            f"Expected a product of at most {_LARGEST_PRODUCT:,}."
+            f"The product of ranks, microbatches and stages per rank is {product:,}: too much to "
+            f"draw at once. Expected at most {_LARGEST_PRODUCT:,}."
         )
     memory = question.memory
     if isinstance(memory, tuple) and len(memory) != num_ranks:
@@ -152,23 +172,21 @@ def _check_together(question: Question) -> dict[str, str]:
     return problems
 
 
-def _count(most: int) -> Callable[[str, str], int]:
-    def convert(name: str, text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or len(text) > 9 or not 1 <= int(text) <= most:
-            raise OptionError(f"{_quote(name, text)} Expected a whole number from 1 to {most}.")
-        return int(text)
-
-    return convert
+def _count(name: str, text: str) -> int:
+    most = LARGEST[name]
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or not 1 <= int(text) <= most:
+        raise OptionError(f"{_quote(name, text)} Expected a whole number from 1 to {most}.")
+    return int(text)
 
 
-def _stages_per_rank(name: str, text: str) -> int | None:
-    return _count(_MOST_STAGES_PER_RANK)(name, text) if text else None
+def _count_or_none(name: str, text: str) -> int | None:
+    return _count(name, text) if text else None
 
 
 def _number(name: str, text: str) -> float:
     value = _to_float(text)
-    if not 0 <= value <= _LARGEST_VALUE:  # False where it is no number (nan).
-        raise OptionError(f"{_quote(name, text)} Expected a number that is not negative.")
+    if not 0 <= value <= LARGEST_AMOUNT:  # False where it is no number (nan).
+        raise OptionError(f"{_quote(name, text)} Expected a number from 0 to {LARGEST_AMOUNT:g}.")
     return value
 
 
@@ -181,23 +199,36 @@ def _share(name: str, text: str) -> float:
 
 def _numbers(name: str, text: str) -> tuple[float, ...]:
     values = tuple(map(_to_float, text.split(",")))
-    if len(values) > _MOST_VALUES or not all(0 <= value <= _LARGEST_VALUE for value in values):
+    if len(values) > _MOST_VALUES or not all(0 <= value <= LARGEST_AMOUNT for value in values):
         raise OptionError(
-            f"{_quote(name, text)} Expected a number that is not negative, or several along the "
-            "model with commas between: 1,1,2."
+            f"{_quote(name, text)} Expected a number from 0 to {LARGEST_AMOUNT:g}, or several "
+            f"along the model with commas between, 1,1,2, at most {_MOST_VALUES}."
         )
     return values
 
 
-def _caps(name: str, text: str) -> float | tuple[float, ...] | None:
-    if not text:
-        return None
-    caps = tuple(to_amount(name, part) for part in text.split(","))
-    return caps[0] if len(caps) == 1 else caps
+def _numbers_or_none(name: str, text: str) -> tuple[float, ...] | None:
+    return _numbers(name, text) if text else None
+
+
+def _caps(unit: MemoryUnit) -> Callable[[str, str], float | tuple[float, ...] | None]:
+    def convert(name: str, text: str) -> float | tuple[float, ...] | None:
+        if not text:
+            return None
+        parts = [part.strip() for part in text.split(",")]
+        caps = tuple(to_amount(name, part) for part in parts)
+        if unit != "bytes" and any(part[-1].isalpha() for part in parts):
+            raise OptionError(
+                f"{_quote(name, text)} Expected a number in the unit of activation, for nobody "
+                "knows how many bytes that is; or let units be seconds and bytes."
+            )
+        return caps[0] if len(caps) == 1 else caps
+
+    return convert
 
 
 def _units(name: str, text: str) -> tuple[TimeUnit, MemoryUnit]:
-    return _UNITS[_one_of(_UNITS)(name, text)]
+    return _UNITS[_one_of(CHOICES["units"])(name, text)]
 
 
 def _one_of(known: Iterable[str]) -> Callable[[str, str], str]:
@@ -223,4 +254,4 @@ def _quote(name: str, text: str) -> str:
     """What is wrong, in a few words even where a lot was typed."""
     if not text:
         return f"{name} is empty."
-    return f"{name} is {text if len(text) <= 40 else text[:37] + '...'!r}."
+    return f"{name} is {shortened(text)!r}."

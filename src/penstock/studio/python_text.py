@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+from penstock.comparison import SEARCHED
 from penstock.ir import Schedule
 from penstock.sim import CostTable
-from penstock.studio.inputs import SEARCHED, Inputs
+from penstock.studio.inputs import Inputs
 
 
 def python_text(inputs: Inputs, name: str, schedule: Schedule) -> str:
-    """Makes the same schedule, and simulates it with the same costs."""
+    """Makes the same schedule, unless a search ran out of time, and simulates it as on the page."""
     placement = schedule.placement
     costs = _call("penstock.CostTable", _cost_arguments(inputs.question.costs.table(placement)))
     made = (
@@ -59,6 +60,9 @@ def _cost_arguments(costs: CostTable) -> dict[str, str]:
         "after_forward": _list(costs.after_forward),
         "after_input": _list(costs.after_input),
     }
+    halves = zip(costs.backward_input, costs.backward_weight, strict=True)
+    if costs.backward != tuple(map(sum, halves)):
+        arguments["backward"] = _list(costs.backward)
     if any(costs.delay):
         arguments["delay"] = repr(costs.delay[0])
     if costs.overlap_saving:

@@ -11,6 +11,7 @@ import sys
 from asyncio.subprocess import PIPE
 from threading import Thread
 
+from penstock.errors import InputError
 from penstock.planner import SearchResult
 from penstock.studio.answers import search
 from penstock.studio.inputs import Inputs
@@ -20,6 +21,7 @@ async def search_apart(inputs: Inputs) -> SearchResult:
     """What is found; the search is stopped when this is cancelled."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
+        "-P",  # What lies in the folder where the studio was started is not meant.
         "-m",
         __name__,
         stdin=PIPE,
@@ -37,7 +39,12 @@ async def search_apart(inputs: Inputs) -> SearchResult:
         if process.returncode is None:
             process.kill()
     if code != 0:
-        raise RuntimeError(f"The search ended with exit code {code}.")
+        raise InputError(
+            {
+                "search": f"The search ended with exit code {code}, most likely for want of "
+                "memory. Ask for fewer ranks or microbatches, or turn it off."
+            }
+        )
     result: SearchResult = pickle.loads(found)
     return result
 

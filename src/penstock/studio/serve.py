@@ -7,6 +7,8 @@ import sys
 import webbrowser
 from collections.abc import Mapping
 from contextlib import suppress
+from threading import Thread
+from typing import NoReturn
 from urllib.parse import urlencode
 
 from penstock.errors import OptionError
@@ -16,8 +18,8 @@ HOST = "127.0.0.1"
 USUAL_PORT = 8787
 
 
-def serve(fields: Mapping[str, str], *, port: int | None, is_opened: bool) -> None:
-    """Serves the page until Ctrl-C.
+def serve(fields: Mapping[str, str], *, port: int | None, is_opened: bool) -> NoReturn:
+    """Serves the page until Ctrl-C, and then ends the process.
 
     `fields` are those that differ from their defaults. Without a port the usual one is taken, so
     that an address can be kept, or any other if it is in use.
@@ -30,8 +32,9 @@ def serve(fields: Mapping[str, str], *, port: int | None, is_opened: bool) -> No
         address = f"http://{HOST}:{listener.getsockname()[1]}/" + (f"?{query}" if query else "")
         print(f"The studio is at {address}", flush=True)
         print("Ctrl-C stops it.", flush=True)
-        if is_opened and _has_screen():
-            webbrowser.open(address)
+        if is_opened and has_screen():
+            # Some browsers are waited for, and those wait for the page.
+            Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         config = uvicorn.Config(
             make_app(),
             log_level="critical",  # Whoever is still answered at the end is no error.
@@ -42,7 +45,8 @@ def serve(fields: Mapping[str, str], *, port: int | None, is_opened: bool) -> No
         # At the end asyncio would warn of searches that are stopped.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
         uvicorn.Server(config).run(sockets=[listener])
-    print("The studio has stopped.")
+    print("The studio has stopped.", flush=True)
+    os._exit(0)  # What is still being drawn, nobody waits for.
 
 
 def _listen(port: int | None) -> socket.socket:
@@ -58,7 +62,7 @@ def _listen(port: int | None) -> socket.socket:
         ) from exc
 
 
-def _has_screen() -> bool:
+def has_screen() -> bool:
     """Without one, a browser would open in the terminal, if at all."""
     is_linux = sys.platform.startswith("linux")
     return not is_linux or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -1,21 +1,22 @@
 """The studio's server: answers what the page asks, on this machine alone.
 
-Every request is a question that changes nothing, so there is nothing to keep but what was searched.
+Every request is a question that changes nothing; only what was searched is kept for a while.
 """
 
 import asyncio
 import json
+import re
 import traceback
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import PurePath
 from string import Template
 from typing import Any, TypeVar
 
+from anyio import to_thread
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -24,16 +25,19 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.comparison import SEARCHED
 from penstock.draw.page import page_script, page_style
+from penstock.errors import InputError
 from penstock.planner import SearchResult
 from penstock.schedules import REGISTRY
 from penstock.studio import answers
-from penstock.studio.inputs import DEFAULTS, SEARCHED, InputError, Inputs, read_inputs
+from penstock.studio.inputs import CHOICES, DEFAULTS, LARGEST, Inputs, read_inputs
 from penstock.studio.searching import search_apart
 
 T = TypeVar("T")
 
-_NUM_KEPT = 16  # Searches whose results are kept.
+_NUM_KEPT, _NUM_AT_ONCE = 16, 2  # Searches whose results are kept, and that run.
+_FILE_NAME = re.compile(f"[a-z0-9_-]+({'|'.join(map(re.escape, answers.FILES.values()))})")
 _GONE = 499  # As other servers have it: the client closed the request.
 _TYPES = {
     ".css": "text/css",
@@ -55,44 +59,45 @@ _HEADERS = {
 }
 
 
-def make_app() -> Starlette:
+def make_app() -> ASGIApp:
     """The studio as an ASGI application."""
     searches = _Searches()
+    drawing = asyncio.Lock()  # matplotlib's settings are those of the whole process.
 
     async def picture(request: Request) -> Response:
         inputs = read_inputs(request.query_params)
         shown = await _unless_gone(request, searches.show(inputs))
         query = request.url.query
-        return _json(await run_in_threadpool(answers.picture, inputs, shown, query))
+        return _json(await _in_thread(answers.picture, inputs, shown, query))
 
     async def table(request: Request) -> Response:
         inputs = read_inputs(request.query_params)
-        answers.check_memory(inputs)
-        lines = (json.dumps(row, allow_nan=False) + "\n" for row in answers.table(inputs))
-        return StreamingResponse(lines, media_type="application/x-ndjson")
+        await _in_thread(answers.check_memory, inputs)
+        return StreamingResponse(_lines(inputs), media_type="application/x-ndjson")
 
     async def search(request: Request) -> Response:
         inputs = read_inputs(request.query_params)
         found = await _unless_gone(request, searches.find(inputs))
-        return _json(await run_in_threadpool(answers.searched_row, inputs, found))
+        return _json(await _in_thread(answers.searched_row, inputs, found))
 
     async def file(request: Request) -> Response:
         name = request.path_params["name"]
-        if not name.endswith(tuple(answers.FILES.values())):
-            raise HTTPException(404, f"There is no file {name}.")
+        if not _FILE_NAME.fullmatch(name):
+            raise HTTPException(404, "There is no such file.")
         try:
             inputs = read_inputs(request.query_params)
             shown = await _unless_gone(request, searches.show(inputs))
         except InputError as error:  # It is not the page that asks.
             raise HTTPException(422, str(error)) from error
-        content = await run_in_threadpool(answers.file, inputs.question, shown, name)
+        async with drawing:
+            content = await _in_thread(answers.file, inputs.question, shown, name)
         return Response(
             content,
             media_type=_TYPES[PurePath(name).suffix],
             headers={"content-disposition": f'attachment; filename="{name}"'},
         )
 
-    return Starlette(
+    app = Starlette(
         routes=[
             *_parts(),
             Route("/picture", picture),
@@ -101,12 +106,13 @@ def make_app() -> Starlette:
             Route("/files/{name}", file),
         ],
         middleware=[
-            Middleware(_WithHeaders),
             # A page of elsewhere must not reach us under a name that leads here.
             Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
+            Middleware(_OnlyOurPage),
         ],
         exception_handlers={InputError: _say_problems, Exception: _say_failure},
     )
+    return _WithHeaders(app)
 
 
 class _Searches:
@@ -114,27 +120,43 @@ class _Searches:
 
     def __init__(self) -> None:
         self._found: dict[Inputs, SearchResult] = {}
+        self._at_once = asyncio.Semaphore(_NUM_AT_ONCE)
 
     async def find(self, inputs: Inputs) -> SearchResult:
         """The searched schedule, which is the same whatever is drawn."""
-        answers.check_memory(inputs)
+        await _in_thread(answers.check_memory, inputs)
         key = replace(inputs, schedule=SEARCHED, beside="")
-        if key not in self._found:
-            self._found[key] = await search_apart(inputs)
-            while len(self._found) > _NUM_KEPT:
-                del self._found[next(iter(self._found))]
-        return self._found[key]
+        async with self._at_once:
+            found = self._found.pop(key, None) or await search_apart(inputs)
+        self._found[key] = found  # As the latest.
+        while len(self._found) > _NUM_KEPT:
+            del self._found[next(iter(self._found))]
+        return found
 
     async def show(self, inputs: Inputs) -> list[answers.Shown]:
         """The schedules that are drawn."""
-        answers.check_memory(inputs)
+        await _in_thread(answers.check_memory, inputs)
         names = {"schedule": inputs.schedule, "beside": inputs.beside}
         found = await self.find(inputs) if SEARCHED in names.values() else None
         return [
-            await run_in_threadpool(answers.make, inputs, field, name, found)
+            await _in_thread(answers.make, inputs, field, name, found)
             for field, name in names.items()
             if name
         ]
+
+
+def _lines(inputs: Inputs) -> Iterator[str]:
+    """The table; where it breaks off by a mistake of ours, its last line says so."""
+    try:
+        for row in answers.table(inputs):
+            yield json.dumps(row, allow_nan=False) + "\n"
+    except Exception as error:
+        yield json.dumps({"problems": _failure(error)}) + "\n"
+
+
+async def _in_thread(function: Callable[..., T], *args: object) -> T:
+    """Calls the function beside everything else; at the end of the server it is not waited for."""
+    return await to_thread.run_sync(lambda: function(*args), abandon_on_cancel=True)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -161,13 +183,10 @@ def _parts() -> list[Route]:
     start = {
         "fields": DEFAULTS,
         "schedules": [
-            {
-                "name": generator.name,
-                "source": generator.source,
-                "takes_any_stages_per_rank": generator.takes_any_stages_per_rank,
-            }
-            for generator in REGISTRY
+            {"name": generator.name, "source": generator.source} for generator in REGISTRY
         ],
+        "choices": CHOICES,
+        "largest": LARGEST,
     }
     folder = files("penstock.studio") / "parts"
     parts = {part.name: part.read_text(encoding="utf-8") for part in folder.iterdir()}
@@ -195,14 +214,38 @@ async def _say_problems(request: Request, error: Exception) -> Response:
 
 
 async def _say_failure(request: Request, error: Exception) -> Response:
+    return _problems(_failure(error), 500)
+
+
+def _failure(error: Exception) -> dict[str, str]:
     """A mistake of ours: the page says so, and where it comes from is printed."""
     traceback.print_exception(error)
-    return _problems({"": f"The studio failed: {error!r}"}, 500)
+    return {"": f"The studio failed: {error!r}"}
 
 
 def _problems(problems: Mapping[str, str], status: int) -> Response:
     text = json.dumps({"problems": problems})
     return Response(text, status, media_type="application/problem+json")
+
+
+class _OnlyOurPage:
+    """Refuses what pages of elsewhere ask for; a link on one of them may lead to the page itself.
+
+    They could not read the answer, but keep this machine busy.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_question = scope["type"] == "http" and scope["path"] != "/"
+        if is_question and Headers(scope=scope).get("sec-fetch-site") in (
+            "cross-site",
+            "same-site",
+        ):
+            await Response("Only the studio's own page may ask.", 403)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class _WithHeaders:

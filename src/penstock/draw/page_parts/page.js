@@ -8,10 +8,13 @@
 class Timeline {
   constructor(element, data) {
     Object.assign(this, { withMemory: true, hit: null, pointerTime: NaN, pointers: new Map() });
-    this.tools = make("div", { class: "tools" });
+    this.legend = make("ul", { class: "legend", "aria-label": "Legend" });
+    const tools = make("div", { class: "tools" }, this.legend,
+      make("div", { class: "buttons" }, ...this.buildButtons()),
+      make("span", { class: "hint" }, KEYS));
     this.body = make("div");
     this.tooltip = make("div", { class: "tooltip", role: "status" });
-    element.replaceChildren(this.tools, this.body, this.tooltip);
+    element.replaceChildren(tools, this.body, this.tooltip);
     this.setData(data);
     // Its height changes with what is drawn, which is no reason to draw it again.
     new ResizeObserver(() => {
@@ -45,16 +48,19 @@ class Timeline {
     const other = "in another unit, on its own axis";
     const remark = ({ axis }) => axis === this.all[0].axis ? "" : other;
     const open = [...this.body.querySelectorAll("details")].map((details) => details.open);
+    const focused = [...this.body.querySelectorAll("canvas")].indexOf(document.activeElement);
     this.body.replaceChildren(...this.all.map((lanes) => describePanel(lanes, remark(lanes))));
     // What was unfolded stays so.
     this.body.querySelectorAll("details").forEach((details, n) => { details.open = open[n]; });
     this.all.forEach((lanes) => this.listen(lanes));
-    this.buildTools();
+    this.all[focused]?.canvas.focus({ preventScroll: true });
+    this.fillLegend();
+    this.memoryButton.hidden = !data.panels.some((panel) => panel.peak_memory > 0);
     this.point(null);
     this.redraw();
   }
 
-  buildTools() {
+  buildButtons() {
     const button = (text, label, act) => {
       const made = make("button", { type: "button", title: label, "aria-label": label }, text);
       made.addEventListener("click", () => act(made));
@@ -70,25 +76,26 @@ class Timeline {
       this.redraw();
     });
     memory.setAttribute("aria-pressed", this.withMemory);
-    memory.hidden = !this.data.panels.some((panel) => panel.peak_memory > 0);
-    const buttons = [
+    this.memoryButton = memory;
+    return [
       button("+", "Zoom in", () => zoom(0.5)),
       button("−", "Zoom out", () => zoom(2)),
       button("reset", "Show the whole time", () => this.reset()),
       memory,
     ];
+  }
+
+  fillLegend() {
     const entry = (colours, words, extra = "") => make("li", {},
       make("span", { class: `swatch ${extra}` }, ...colours.map(coloured)), words);
     const shades = make("li", { class: "hint" }, "paler: later stages of a rank");
     const hasShades = this.data.kinds[0].colours.length > 1;
     const dashes = make("li", { class: "hint" }, "dashed: what a rank may hold");
-    const hasCaps = this.data.panels.some((panel) => panel.caps.length > 0);
-    this.tools.replaceChildren(
-      make("ul", { class: "legend", "aria-label": "Legend" },
-        ...this.data.kinds.map((kind) => entry(kind.colours, kind.words)),
-        entry([], "idle", "idle"), ...(hasShades ? [shades] : []), ...(hasCaps ? [dashes] : [])),
-      make("div", { class: "buttons" }, ...buttons),
-      make("span", { class: "hint" }, KEYS));
+    const hasCaps = this.data.panels.some(
+      ({ caps, memory_scale: scale }) => caps.some((cap) => cap <= scale));
+    this.legend.replaceChildren(
+      ...this.data.kinds.map((kind) => entry(kind.colours, kind.words)),
+      entry([], "idle", "idle"), ...(hasShades ? [shades] : []), ...(hasCaps ? [dashes] : []));
   }
 
   /** Lays everything out anew, finely enough for the screen or the printer. */

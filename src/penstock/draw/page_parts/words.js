@@ -13,7 +13,8 @@ function describePanel({ panel, canvas }, remark) {
   const table = make("table", {},
     make("thead", {}, make("tr", {}, ...header.map((name) => make("th", { scope: "col" }, name)))),
     make("tbody", {}, ...rows.map(
-      (row) => make("tr", {}, ...row.map((cell) => make("td", {}, cell))))));
+      ([rank, ...cells]) => make("tr", {}, make("th", { scope: "row" }, rank),
+        ...cells.map((cell) => make("td", {}, cell))))));
   return make("section", { class: "panel", "aria-label": panel.title },
     make("div", { class: "head" },
       make("h2", {}, panel.title), make("dl", { class: "facts" }, ...facts),

@@ -1,35 +1,36 @@
-"use strict";
 // The fields: what they are called, their sliders, and what is wrong with them.
+"use strict";
 
-/** `slider` is [least, most, step]; a field may hold more than its slider shows. */
+/** `slider` is [least, most, step]; a field may hold more than its slider shows. `range`, of a
+ * field without one, is [least, step]: how the arrow keys change it. */
 const GROUPS = [
-  ["Shape", "up to 64 ranks, 512 microbatches", [
+  ["Shape", "", [
     { name: "ranks", label: "Ranks", hint: "processes (p)", slider: [1, 32, 1] },
-    { name: "microbatches", label: "Microbatches", hint: "slices of a batch (m)",
+    { name: "microbatches", label: "Microbatches", hint: "of a batch (m)",
       slider: [1, 128, 1] },
-    { name: "stages_per_rank", label: "Stages per rank", hint: "if free to choose",
-      empty: "its own", step: 1 },
+    { name: "stages_per_rank", label: "Stages per rank", hint: "if free",
+      empty: "its own", range: [1, 1] },
   ]],
   ["Costs", "of a rank, or 1,1,1,2 along the model", [
     { name: "forward", label: "Forward", hint: "time of F", slider: [0, 4, 0.1] },
     { name: "backward_input", label: "Input backward", hint: "time of I", slider: [0, 4, 0.1] },
     { name: "backward_weight", label: "Weight backward", hint: "time of W", slider: [0, 4, 0.1] },
+    { name: "backward", label: "Full backward", hint: "time of B", empty: "I + W",
+      range: [0, 0.1] },
     { name: "delay", label: "Message delay", hint: "between ranks", slider: [0, 2, 0.05] },
-    { name: "overlap_saving", label: "Overlap saving", hint: "of a pair, 0 to 1", step: 0.1 },
+    { name: "overlap_saving", label: "Overlap saving", hint: "of a pair, 0 to 1", range: [0, 0.1] },
   ]],
   ["Memory", "of a microbatch; or lists", [
-    { name: "activation", label: "Activation", hint: "held from F to I", step: 0.1 },
-    { name: "after_input", label: "After input", hint: "held from I to W", step: 0.1 },
-    { name: "memory", label: "Cap", hint: "or 4,4,3,3 by rank", empty: "none", step: 1 },
+    { name: "activation", label: "Activation", hint: "held from F to I", range: [0, 0.1] },
+    { name: "after_input", label: "After input", hint: "held from I to W", range: [0, 0.1] },
+    { name: "memory", label: "Cap", hint: "or 4,4,3,3 by rank", empty: "none", range: [1, 1] },
   ]],
   ["Schedule", "", [
     { name: "schedule", label: "Schedule", hint: "what is drawn", options: "schedules" },
     { name: "beside", label: "Beside", hint: "drawn under it", options: "schedules or none" },
-    { name: "clock", label: "Clock", hint: "what is compared", options: ["makespan", "span"] },
-    { name: "search", label: "Search", hint: "for a better one",
-      options: ["off", "quick", "thorough"] },
-    { name: "units", label: "Units", hint: "if they are known",
-      options: ["any", "seconds", "seconds and bytes"] },
+    { name: "clock", label: "Clock", hint: "what is compared", options: "clock" },
+    { name: "search", label: "Search", hint: "for a better one", options: "search" },
+    { name: "units", label: "Units", hint: "if they are known", options: "units" },
   ]],
 ];
 
@@ -41,14 +42,15 @@ class Form {
     this.inputs = {};
     this.sliders = {};
     const names = [...start.schedules.map(({ name }) => name), "searched"];
-    this.lists = { schedules: names, "schedules or none": ["", ...names] };
+    this.lists = { schedules: names, "schedules or none": ["", ...names], ...start.choices };
+    this.largest = start.largest;
     element.replaceChildren(...GROUPS.map(([title, hint, fields]) => make("fieldset", {},
       make("legend", {}, title, make("span", { class: "hint" }, hint)),
       ...fields.map((field) => this.buildField(field)))));
     element.addEventListener("submit", (event) => event.preventDefault());
   }
 
-  buildField({ name, label, hint, slider, options, empty = "", step }) {
+  buildField({ name, label, hint, slider, range, options, empty = "" }) {
     const described = { "aria-describedby": `${name}-hint ${name}-problem` };
     const input = this.inputs[name] = options
       ? make("select", { id: name, name, ...described }, ...this.buildOptions(options))
@@ -58,19 +60,19 @@ class Form {
       this.follow(name);
       this.changed(options ? "chosen" : "typed");
     });
-    const unit = slider?.[2] ?? step;
-    if (unit) input.addEventListener("keydown", (event) => this.stepBy(event, name, unit));
+    const [least, step] = range ?? (slider ? [slider[0], slider[2]] : []);
+    if (step) input.addEventListener("keydown", (event) => this.stepBy(event, name, least, step));
     const track = slider ? [this.buildSlider(name, label, slider)] : [];
     return make("div", { class: "field" },
       make("label", { for: name }, label,
-        make("span", { class: "hint", id: `${name}-hint` }, hint)),
+        make("span", { class: "hint", id: `${name}-hint` },
+          name in this.largest ? `${hint}, up to ${this.largest[name]}` : hint)),
       make("div", { class: "entry" }, input, ...track),
       make("p", { class: "problem", id: `${name}-problem` }));
   }
 
   buildOptions(options) {
-    const values = this.lists[options] ?? options;
-    return values.map((value) => make("option", { value }, value || "nothing"));
+    return this.lists[options].map((value) => make("option", { value }, value || "nothing"));
   }
 
   buildSlider(name, label, [min, max, step]) {
@@ -93,27 +95,30 @@ class Form {
   }
 
   /** The arrows up and down change a number, ten times as much with Shift. */
-  stepBy(event, name, unit) {
-    const by = { ArrowUp: unit, ArrowDown: -unit }[event.key];
+  stepBy(event, name, least, step) {
+    const by = { ArrowUp: step, ArrowDown: -step }[event.key];
     const input = this.inputs[name];
     const number = input.value.trim() === "" ? 0 : asNumber(input.value);
     if (!by || Number.isNaN(number) || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
-    const least = this.sliders[name]?.min ?? 0;
     const next = Math.max(number + by * (event.shiftKey ? 10 : 1), least);
     input.value = String(Number(next.toFixed(6)));
     this.follow(name);
     this.changed("typed");
   }
 
-  /** Sets the fields that are given, the others to their defaults. */
+  /** Sets the fields that are given, the others to their defaults; gives back what is unknown. */
   fill(values) {
+    const unknown = Object.keys(values).filter((name) => !(name in this.inputs));
     for (const [name, input] of Object.entries(this.inputs)) {
       input.value = values[name] ?? this.defaults[name];
-      // A name from an old address that is not known any more.
-      if (input.selectedIndex === -1) input.value = this.defaults[name];
+      if (input.selectedIndex === -1) { // No such choice.
+        input.value = this.defaults[name];
+        unknown.push(name);
+      }
       this.follow(name);
     }
+    return unknown.map((name) => `${name}=${values[name]}`);
   }
 
   get(name) { return this.inputs[name].value; }

@@ -1,6 +1,6 @@
-"use strict";
 // The page of `penstock studio`: at each change of a field it asks for the picture, the table and
 // a searched schedule, and draws what comes. Text goes in as text, never as HTML.
+"use strict";
 
 const PAUSE_MS = 100; // So long after the last key it asks.
 const SLOW_MS = 300; // After so long it says that it is at work.
@@ -71,7 +71,8 @@ class Round {
     if (!answer) return false;
     table.begin(form.get("clock"));
     for await (const line of this.lines(answer.body)) {
-      if (line.bound === undefined) table.add(line);
+      if (line.problems) this.complain(line.problems);
+      else if (line.bound === undefined) table.add(line);
       else byId("bound").textContent = line.bound;
     }
     table.end("searched");
@@ -96,14 +97,17 @@ class Round {
     const answer = await this.read(fetch(`/${route}?${this.query}`, { signal, cache: "no-store" }));
     if (answer.headers.get("content-type") === "application/problem+json" || !answer.ok) {
       const unknown = { problems: { "": `The studio could not answer (${answer.status}).` } };
-      const { problems } = await this.read(answer.json().catch(() => unknown));
-      Object.assign(this.problems, problems);
-      const rest = form.complain(this.problems);
-      say(rest || "Not drawn: something is wrong with a field.", true);
+      this.complain((await this.read(answer.json().catch(() => unknown))).problems);
       return null;
     }
     form.complain(this.problems);
     return answer;
+  }
+
+  complain(problems) {
+    Object.assign(this.problems, problems);
+    const rest = form.complain(this.problems);
+    say(rest || "Not drawn: something is wrong with a field.", true);
   }
 
   async *lines(body) {
@@ -123,7 +127,7 @@ class Round {
     try {
       return await promise;
     } catch (error) {
-      throw new Gone(GONE, { cause: error });
+      throw error instanceof SyntaxError ? error : new Gone(GONE, { cause: error });
     } finally {
       this.controller.signal.throwIfAborted();
     }
@@ -160,8 +164,8 @@ async function begin() {
   }
   if (mine.isAborted) return;
   if (mine.hasNext) return begin();
-  keepAddress();
   document.body.dataset.state = state;
+  keepAddress();
 }
 
 /** The state of the fields is in the address, so that it can be kept and shared. */
@@ -189,8 +193,10 @@ function dim(ids, isOld) {
 }
 
 function say(text, isWrong = false) {
-  byId("status").textContent = text;
-  byId("status").classList.toggle("wrong", isWrong);
+  const status = byId("status");
+  status.setAttribute("aria-live", isWrong ? "assertive" : "off"); // A picture is no news.
+  status.textContent = text;
+  status.classList.toggle("wrong", isWrong);
 }
 
 async function copy() {
@@ -210,5 +216,7 @@ byId("reset").addEventListener("click", () => {
   changed("chosen");
 });
 connectTheme(byId("theme"), () => timeline?.redraw());
-form.fill(Object.fromEntries(new URLSearchParams(location.search)));
+const unknown = form.fill(Object.fromEntries(new URLSearchParams(location.search)));
+byId("unknown").textContent = unknown.length
+  ? `Of the address this was not understood: ${unknown.join(", ")}.` : "";
 changed("chosen");

@@ -1,5 +1,5 @@
-"use strict";
 // All schedules side by side, as they become known.
+"use strict";
 
 /** `chosen(name)` is called when a row is clicked; `sources` tell where schedules are from. */
 class Table {
@@ -8,7 +8,7 @@ class Table {
     this.rows = new Map();
     this.places = {};
     this.clock = make("th", { scope: "col" });
-    const names = ["bubble", "peak memory", "gap", "placement", ""];
+    const names = ["bubble", "peak memory", "gap", "placement", "why not"];
     this.body = make("tbody");
     element.replaceChildren(
       make("thead", {}, make("tr", {},
@@ -99,7 +99,8 @@ class Table {
 function buildRow({ name, cells, fits, why }, source) {
   const isMade = cells.length > 0;
   const looks = isMade ? (fits ? "fits" : "over") : "none";
-  const words = source ? `Draw ${name}, from ${source}` : `Draw ${name}`;
+  // What follows in a source is a remark on its formulas.
+  const words = source ? `Draw ${name}, from ${source.split(";")[0]}` : `Draw ${name}`;
   const title = isMade ? make("button", { type: "button", title: words }, name) : name;
   return make("tr", { "data-name": name, class: looks },
     make("th", { scope: "row" }, title, " ", make("span", { class: "mark" })),
