@@ -18,8 +18,10 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("**/*.md"), *ROOT.glob("benchmarks/*/*.md")])
 GUIDE = [page for page in sorted(DOCS.glob("*.md")) if page.name != "index.md"]
-# Scripts that need several processes are run by tests/dist.
+# Scripts that need several processes are run by tests/dist, and so are those in examples/ that
+# pages show a piece of.
 WITH_SCRIPTS = ("README.md", "start.md")
+SCRIPTS = [script.read_text() for script in sorted(ROOT.glob("examples/*.py"))]
 EXAMPLES = [
     pytest.param(page, match, id=f"{page.relative_to(ROOT)}:{number}")
     for page in PAGES
@@ -30,6 +32,7 @@ EXAMPLES = [
         )
     )
     if not (page.name in WITH_SCRIPTS and "init_process_group" in match[1])
+    and not any(match[1] in script for script in SCRIPTS)
 ]
 CONSOLES = [  # Those of docs/command_line.md are run by tests/cli/test_command_line_docs.py.
     pytest.param(block, id=f"{page.name}:{number}")
@@ -64,13 +67,25 @@ def test_command_line_prints_what_is_shown(
     monkeypatch.delenv("COLUMNS", raising=False)
     commands = re.findall(r"^\$ penstock (.*)\n((?:(?!\$ ).*\n)*)", block, flags=re.MULTILINE)
     assert block.count("$ ") == len(commands)
+    CostTable.uniform(2).save(tmp_path / "costs.json")  # The example before it would leave one.
     for command, shown in commands:
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as ended:
             cli.main(shlex.split(command))
+        assert int(shown.startswith("error: ")) == (ended.value.code or 0), command
         printed = capsys.readouterr()
         lines = (printed.out + printed.err).splitlines()
         assert lines
         assert shown.splitlines() == lines[: len(shown.splitlines())], command
+
+
+def test_page_on_training_shows_pieces_of_the_scripts() -> None:
+    """One that is no longer in its script would be run by itself, and fails for want of names."""
+    text = (DOCS / "training_loop.md").read_text()
+    blocks = re.findall(r"```python\n(def .*?)```", text, flags=re.DOTALL)
+    assert ["clip_gradients", "state_of", "load"] == [
+        block[4 : block.index("(")] for block in blocks
+    ]
+    assert all(any(block in script for script in SCRIPTS) for block in blocks)
 
 
 def test_readme_and_schedules_have_examples() -> None:
@@ -108,7 +123,9 @@ def test_own_schedule_in_the_docs_is_under_20_lines() -> None:
 
 def test_page_on_debugging_has_every_error() -> None:
     text = (DOCS / "debugging.md").read_text()
-    ours = [name for name, _ in inspect.getmembers(errors, inspect.isclass)]
+    classes = inspect.getmembers(errors, inspect.isclass)
+    ours = [name for name, value in classes if issubclass(value, errors.PipelineError)]
+    assert "StageError" in ours
     assert [] == [name for name in ours if f"`{name}`" not in text]
 
 

@@ -6,7 +6,11 @@ import pytest
 
 from penstock import errors
 
-ERRORS = [value for value in vars(errors).values() if isinstance(value, type)]
+ERRORS = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and value.__module__ == errors.__name__
+]
 
 
 @pytest.mark.parametrize("error", ERRORS)

@@ -4,13 +4,14 @@ Docstrings are written to be read in the source. Two habits of theirs mean somet
 Markdown: examples at `>>>` would be quotations, and steps that begin with `[1]` would run together.
 """
 
+import html
 import re
 from typing import Any
 
 import griffe
 
 _PARAGRAPHS = re.compile(r"\n{2,}")
-_CODE_SPAN = re.compile(r"(`[^`]+`)")
+_KEEPS_MEANING = re.compile(r"(`[^`]+`|(?<![\w*])\*\w[\w -]*\*(?![\w*]))")
 
 
 def to_markdown(docstring: str) -> str:
@@ -24,10 +25,10 @@ def first_paragraph(docstring: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Plain text as Markdown; only what stands in backticks keeps its meaning."""
-    parts = _CODE_SPAN.split(text)
+    """Plain text as Markdown; only what stands in backticks, and *emphasis*, keeps its meaning."""
+    parts = _KEEPS_MEANING.split(text)
     return "".join(
-        part if number % 2 else re.sub(r"([\\*_<\[\]|#])", r"\\\1", part)
+        part if number % 2 else re.sub(r"([\\*_\[\]|#])", r"\\\1", html.escape(part, quote=False))
         for number, part in enumerate(parts)
     )
 

@@ -57,7 +57,7 @@ class SourceFile:
 
 def read_source_file(root: Path, path: str) -> SourceFile:
     """Reads the file at `path` below `root`."""
-    text = (root / path).read_text(encoding="utf-8")
+    text = (root / path).read_text(encoding="utf-8-sig")
     match PurePosixPath(path).suffix:
         case ".py":
             return read_python(path, text)
@@ -74,7 +74,7 @@ def read_source_file(root: Path, path: str) -> SourceFile:
 
 def read_python(path: str, text: str) -> SourceFile:
     """Reads the text of a Python file."""
-    tree = ast.parse(text)
+    tree = ast.parse(text, path)
     module = _module_of(path)
     package = module if path.endswith("/__init__.py") else module.rpartition(".")[0]
     imports = tuple(dict.fromkeys(_imported_names(tree, package)))

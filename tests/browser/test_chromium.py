@@ -118,7 +118,12 @@ def test_no_process_is_left_behind_when_the_tests_are_killed() -> None:
         killed = subprocess.run(
             [sys.executable, "-c", code],
             cwd=Path(__file__).parent,
-            env={**os.environ, **environment, "TMPDIR": folder.name},
+            env={
+                **os.environ,
+                **environment,
+                "PYTHONPATH": str(Path(__file__).parents[1]),
+                "TMPDIR": folder.name,
+            },
             stdout=subprocess.PIPE,
             timeout=chromium.DEADLINE_S,
         )

@@ -78,10 +78,12 @@ class Report:
 
     @property
     def bubble_by_makespan(self) -> float:
+        """The share of all ranks' time in which they do not compute, each by the makespan."""
         return self._bubble(self.makespan)
 
     @property
     def bubble_by_span(self) -> float:
+        """The same share, where each rank's time is the span."""
         return self._bubble(self.span)
 
     def bubble_of(self, rank: Rank) -> float:
