@@ -5,8 +5,8 @@
  * field without one, is [least, step]: how the arrow keys change it. */
 const GROUPS = [
   ["Shape", "", [
-    { name: "ranks", label: "Ranks", hint: "processes (p)", slider: [1, 32, 1] },
-    { name: "microbatches", label: "Microbatches", hint: "of a batch (m)",
+    { name: "ranks", label: "Ranks", hint: "p", slider: [1, 32, 1] },
+    { name: "microbatches", label: "Microbatches", hint: "m",
       slider: [1, 128, 1] },
     { name: "stages_per_rank", label: "Stages per rank", hint: "if free",
       empty: "its own", range: [1, 1] },
@@ -20,7 +20,7 @@ const GROUPS = [
     { name: "delay", label: "Message delay", hint: "between ranks", slider: [0, 2, 0.05] },
     { name: "overlap_saving", label: "Overlap saving", hint: "of a pair, 0 to 1", range: [0, 0.1] },
   ]],
-  ["Memory", "of a microbatch; or lists", [
+  ["Memory", "of a microbatch", [
     { name: "activation", label: "Activation", hint: "held from F to I", range: [0, 0.1] },
     { name: "after_input", label: "After input", hint: "held from I to W", range: [0, 0.1] },
     { name: "memory", label: "Cap", hint: "or 4,4,3,3 by rank", empty: "none", range: [1, 1] },
