@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 from draw.panels import beneath_panel, overlap_panel, panel, unit_panel
 from penstock.draw.colours import colour
 from penstock.draw.page import page
-from penstock.draw.panel import Kind, Panel, bars
+from penstock.draw.panel import Kind, Panel, bars, in_memory, in_time
 from penstock.sim import RecordedStep, Recording
 
 pytestmark = pytest.mark.browser
@@ -173,3 +173,21 @@ def test_page_draws_anew_when_the_window_changes(browser: Chrome, tmp_path: Path
     assert canvas.size["width"] == int(canvas.get_attribute("width"))
     resize(browser, 1200)
     assert plain == canvas_digests(browser)
+
+
+@pytest.mark.parametrize("value", [0, 1, 12.3456789, 0.00123, 4.5e-7, 99999.6, 1234567, 5e9, 1e15])
+def test_tooltip_has_the_words_of_every_other_drawing(
+    browser: Chrome, tmp_path: Path, value: float
+) -> None:
+    DrawnPage(browser, [panel("1F1B")], tmp_path)
+    script = """
+      const value = arguments[0];
+      return [inWords(value, ""), inWords(value, "s"),
+        amountInWords(value, ""), amountInWords(value, "bytes")];
+    """
+    assert [
+        in_time(value, ""),
+        in_time(value, "s"),
+        in_memory(value, ""),
+        in_memory(value, "bytes"),
+    ] == browser.execute_script(script, value)

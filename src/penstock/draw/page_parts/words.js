@@ -56,19 +56,27 @@ function describe(hit, words) {
     pairs({ stage: lane.stages[hit.n], rank: row.rank, ...when }), ...other, ...note];
 }
 
+/** A number with so many digits, as Python's format "g" has it. */
+function general(value, digits) {
+  const [mantissa, exponent] = value.toExponential(digits - 1).split("e").map(Number);
+  if (exponent >= -4 && exponent < digits) return String(Number(value.toPrecision(digits)));
+  const size = String(Math.abs(exponent)).padStart(2, "0");
+  return `${mantissa}e${exponent < 0 ? "-" : "+"}${size}`;
+}
+
 /** As Panel.time says it. */
 function inWords(value, unit) {
-  if (unit === "") return String(Number(value.toPrecision(5)));
+  if (unit === "") return general(value, 5);
   const [factor, name] = value >= 1 || value === 0 ? [1, "s"]
     : value >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
-  return `${Number((value * factor).toPrecision(4))} ${name}`;
+  return `${general(value * factor, 4)} ${name}`;
 }
 
 /** As Panel.memory says it. */
 function amountInWords(value, unit) {
-  if (unit === "") return String(Number(value.toPrecision(5)));
+  if (unit === "") return general(value, 5);
   const power = [3, 2, 1, 0].find((each) => value >= 1024 ** each) ?? 0;
-  return `${Number((value / 1024 ** power).toPrecision(4))} ${["B", "KiB", "MiB", "GiB"][power]}`;
+  return `${general(value / 1024 ** power, 4)} ${["B", "KiB", "MiB", "GiB"][power]}`;
 }
 
 function coloured(colour) {
