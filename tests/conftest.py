@@ -1,8 +1,15 @@
 """Makes every test run repeatable: one thread, one seed, fixed hypothesis examples."""
 
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 torch.set_num_threads(1)
 
@@ -23,3 +30,19 @@ def pytest_report_header() -> str:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def browser() -> "Iterator[Chrome]":
+    """Chromium, for the tests in tests/browser; its functions are in chromium.py there."""
+    from chromium import chromium, missing_programs
+
+    if missing_programs():
+        needed = "needs chromium and chromedriver: see scripts/browser"
+        if os.environ.get("CI"):
+            pytest.fail(needed)  # Nobody would see that they were skipped.
+        pytest.skip(needed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("no_proxy", "localhost,127.0.0.1")  # The driver is on this machine.
+        with chromium() as browser:
+            yield browser
