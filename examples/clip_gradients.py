@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # Before there is a group, which torch keeps in it otherwise.
 from torch import Tensor, nn
 
 import penstock

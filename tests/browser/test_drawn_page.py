@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from chromium import canvas_digests, console_errors, open_page, requests_made, resize
+from chromium import canvas_digests, console_errors, open_page, requests_made, resize, wait_until
 from drawn_pages import DrawnPage
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
@@ -168,11 +168,11 @@ def test_page_draws_anew_when_the_window_changes(browser: Chrome, tmp_path: Path
     drawn = DrawnPage(browser, [panel("1F1B")], tmp_path)
     plain = canvas_digests(browser)
     resize(browser, 400)
-    assert plain != canvas_digests(browser)
+    wait_until(browser, lambda browser: plain != canvas_digests(browser), "another picture")
     [canvas] = drawn.canvases
     assert canvas.size["width"] == int(canvas.get_attribute("width"))
     resize(browser, 1200)
-    assert plain == canvas_digests(browser)
+    wait_until(browser, lambda browser: plain == canvas_digests(browser), "the first picture")
 
 
 @pytest.mark.parametrize("value", [0, 1, 12.3456789, 0.00123, 4.5e-7, 99999.6, 1234567, 5e9, 1e15])
