@@ -1,33 +1,16 @@
 """The examples that need several processes, each run by torch's own launcher."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from launcher import launch
 
 pytestmark = pytest.mark.dist
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOLDEN = Path(__file__).parents[1] / "golden"
-TIMEOUT_S = 120
-
-
-def launch(script: Path, folder: Path | None = None) -> str:
-    """What the script prints on two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=folder,
-    )
-    assert 0 == done.returncode, done.stderr
-    return done.stdout
 
 
 def test_script_for_torch_runs_on_penstock_by_changing_one_import(tmp_path: Path) -> None:
@@ -60,7 +43,9 @@ def test_hugging_face_model_learns_on_two_ranks() -> None:
 
 
 def test_recorded_run_is_read_and_drawn(tmp_path: Path) -> None:
-    first, measured, simulated, *waits = launch(EXAMPLES / "recorded_run.py", tmp_path).splitlines()
+    first, measured, simulated, *waits = launch(
+        EXAMPLES / "recorded_run.py", folder=tmp_path
+    ).splitlines()
     assert "10 steps were recorded" == first
     assert re.fullmatch(r"measured: \S+ ms, a bubble of \S+%", measured)
     assert re.fullmatch(r"simulated: \S+ ms, a bubble of \S+%", simulated)

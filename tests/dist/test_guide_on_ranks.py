@@ -1,10 +1,7 @@
 """The scripts of the guide that need several processes, each run by torch's own launcher."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from launcher import launch
+
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120
-
-
-def launch(script: Path, num_ranks: int, folder: Path) -> str:
-    """What the script prints on as many ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={num_ranks}", str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=folder,
-    )
-    assert 0 == done.returncode, done.stderr
-    return done.stdout
 
 
 def losses_in(printed: str) -> list[float]:
@@ -42,7 +25,7 @@ def test_first_script_equals_the_whole_model_and_learns(num_ranks: int, tmp_path
     page = (ROOT / "docs" / "start.md").read_text()
     [block] = re.findall(r"```python\n([^`]*init_process_group[^`]*)```", page)
     (tmp_path / "first.py").write_text(block)
-    printed = launch(tmp_path / "first.py", num_ranks, tmp_path)
+    printed = launch(tmp_path / "first.py", num_ranks=num_ranks, folder=tmp_path)
     assert num_ranks == printed.count("every gradient is that of the whole model")
     losses = losses_in(printed)
     assert 4 == len(losses)
@@ -63,7 +46,9 @@ def test_two_pipelines_train_as_the_whole_model(tmp_path: Path) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert expected == pytest.approx(losses_in(launch(script, 4, tmp_path)), abs=1e-4)
+    assert expected == pytest.approx(
+        losses_in(launch(script, num_ranks=4, folder=tmp_path)), abs=1e-4
+    )
 
 
 def train_whole(names: dict[str, Any], num_steps: int) -> list[tuple[float, float]]:
@@ -90,7 +75,7 @@ def test_gradients_are_clipped_as_those_of_the_whole_model(tmp_path: Path) -> No
     script = ROOT / "examples" / "clip_gradients.py"
     names = runpy.run_path(str(script))
     trained = train_whole(names, names["NUM_STEPS"])
-    printed = launch(script, 2, tmp_path)
+    printed = launch(script, folder=tmp_path)
     found = re.findall(r"loss (\S+), norm (\S+)", printed)
     assert trained == [pytest.approx(tuple(map(float, pair)), abs=2e-4) for pair in found]
     assert any(norm > names["MAX_NORM"] for _, norm in trained)
@@ -102,6 +87,8 @@ def test_other_ranks_go_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path: Pa
     names = runpy.run_path(str(script))
     expected = [loss for loss, _ in train_whole(names, 2 * names["NUM_STEPS"])]
     losses = [
-        loss for num_ranks in (2, 4) for loss in losses_in(launch(script, num_ranks, tmp_path))
+        loss
+        for num_ranks in (2, 4)
+        for loss in losses_in(launch(script, num_ranks=num_ranks, folder=tmp_path))
     ]
     assert expected == pytest.approx(losses, abs=2e-4)

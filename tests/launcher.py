@@ -1,0 +1,23 @@
+"""Runs scripts on several processes by torch's own launcher."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TIMEOUT_S = 120
+
+
+def launch(script: Path, *, num_ranks: int = 2, folder: Path | None = None) -> str:
+    """What the script prints on as many ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={num_ranks}", str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=folder,
+    )
+    assert 0 == done.returncode, done.stderr
+    return done.stdout
