@@ -17,7 +17,6 @@ class Case:
     `build` and `make_inputs` draw from torch's generator, so that the same seed gives the
     same stage and the same microbatch again. `forward_context` is in force in forwards.
     `unused` numbers the output tensors, in order, to which nobody sends a gradient.
-    `rtol` and `atol` are for what is not exact; None: the defaults of `assert_close`.
     """
 
     name: str
@@ -26,8 +25,6 @@ class Case:
     make_kwargs: Callable[[], dict[str, Any]] = dict
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     unused: frozenset[int] = frozenset()
-    rtol: float | None = None
-    atol: float | None = None
 
 
 class Raw(nn.Module):

@@ -250,7 +250,8 @@ def _assert_same(expected: Tensor | None, actual: Tensor | None, name: str) -> N
         return
     assert expected.layout == actual.layout, name
     expected, actual = expected.to_dense(), actual.to_dense()
-    # Terms are added in another order, and fused; float64 leaves rounding far below this.
+    # W may come in another order than plain backwards, and so do the sums; float64 leaves
+    # rounding far below this, and this is far below assert_close's default.
     scale = 1 + expected.abs().max().item()
     assert torch.allclose(expected, actual, rtol=1e-9, atol=1e-11 * scale, equal_nan=True), (
         f"{name}:\n{expected}\n{actual}"

@@ -109,7 +109,8 @@ class SplitEngine:
             )
         work = Work([], [])
         needed: list[Tensor] = []
-        for tap, grad in zip(taps, tap_grads, strict=True):
+        # Backwards, as autograd goes: a weight that several layers share is summed in that order.
+        for tap, grad in zip(reversed(taps), reversed(tap_grads), strict=True):
             if grad is not None:
                 needed += tap.add_terms(grad, work.terms)
         for param, grad in zip(plan.urgent, urgent_grads, strict=True):

@@ -91,7 +91,16 @@ def harvest(
         below = () if root.node in graph.input_side else params.below(root.node)
         if below:
             _cluster_of(below, clusters).tails.append(number)
-    return list({id(cluster): cluster for cluster in clusters.values()}.values())
+    found = list({id(cluster): cluster for cluster in clusters.values()}.values())
+    for cluster in found:
+        if len(cluster.users) > 1:  # In the order in which autograd runs them, and adds up.
+            cluster.users.sort(key=_sequence_number, reverse=True)
+    return found
+
+
+def _sequence_number(user: User) -> int:
+    number: int = user.node._sequence_nr()
+    return number
 
 
 class _Graph:

@@ -22,10 +22,11 @@ from torch.autograd.graph import Node
 from penstock.backward.settle import Terms, is_plain
 from penstock.backward.terms import (
     ConvolutionGeometry,
-    ConvolutionProduct,
+    ConvolutionGrads,
+    ConvolutionPart,
     MatrixProduct,
     SumTo,
-    convolution_bias,
+    is_column_major,
     modified,
 )
 from penstock.errors import BackwardError
@@ -89,14 +90,25 @@ class Call(NamedTuple):
     def add_terms(self, grad: Tensor, x: Tensor, terms: Terms) -> None:
         """Add the terms of the parameters, for the gradient of the output for `x`."""
         weight, bias, geometry = self
+        has_bias = bias is not None and bias.requires_grad
         if geometry is None:
-            terms.append((weight, MatrixProduct(grad.t(), x)))
-            if bias is not None and bias.requires_grad:
+            terms.append((weight, _linear_product(grad, x, weight)))
+            if has_bias:
+                assert bias is not None
                 terms.append((bias, SumTo(grad, bias.shape)))
         else:
-            terms.append((weight, ConvolutionProduct(grad, x, weight.detach(), geometry)))
-            if bias is not None and bias.requires_grad:
-                terms.append((bias, convolution_bias(grad, bias.shape)))
+            grads = ConvolutionGrads(grad, x, weight.detach(), geometry, (True, has_bias))
+            terms.append((weight, ConvolutionPart(grads, 0)))
+            if has_bias:
+                assert bias is not None
+                terms.append((bias, ConvolutionPart(grads, 1)))
+
+
+def _linear_product(grad: Tensor, x: Tensor, weight: Tensor) -> MatrixProduct:
+    """The gradient of a linear layer's weight, whose transpose is the right factor."""
+    if is_column_major(weight.shape[::-1], weight.stride()[::-1]):
+        return MatrixProduct(grad.t(), x)
+    return MatrixProduct(x.t(), grad, is_turned=True)
 
 
 class _Slot:
@@ -225,15 +237,20 @@ def _linear(module: nn.Module, sink: Sink) -> Forward:
         hooked = _are_saves_hooked()
         if own is None or not _can_defer(own[0], x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
-        call = Call(*own, None)
+        weight, bias = own
         if x.dim() == 2:
-            out = _run_deferred(call, x, sink, hooked)
+            out = _run_deferred(Call(weight, bias, None), x, sink, hooked)
             return _no_view(out, out.shape)
+        # From here on as torch's own linear does it: where it fuses the bias into the product its
+        # output is a view, and where it does not it adds the bias last, and rounds once more.
+        is_fused = bias is not None and x.is_contiguous()
+        call = Call(weight, bias if is_fused else None, None)
         out = _run_deferred(call, x.reshape(-1, x.shape[-1]), sink, hooked)
         shape = (*x.shape[:-1], out.shape[-1])
-        # A view just where the module's own output is one: hooks and in-place operations differ.
-        is_view = call.bias is not None and x.is_contiguous()
-        return out.view(shape) if is_view else _no_view(out, shape)
+        if is_fused:
+            return out.view(shape)
+        result = _no_view(out, shape)
+        return result if bias is None else result.add_(bias.to(result.dtype))
 
     return forward
 

@@ -1,6 +1,7 @@
 """Settling: adding terms to parameters' gradients, and finishing as autograd would.
 
-[1] A parameter without hooks takes its terms directly, fused where the term can.
+[1] A parameter without hooks takes its terms directly: they are computed, summed up if there
+    are several, and added to the gradient. So autograd does it, and so it rounds.
 [2] All else goes through a pass of autograd's own engine, so that tensor hooks,
     post-accumulate-grad hooks and the accumulator hooks that data-parallel reducers
     rely on run in their order, once, with the gradient in place.
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.backward.terms import MatrixProduct, Term, value_of
+from penstock.backward.terms import ConvolutionPart, MatrixProduct, Term, value_of
 
 Terms: TypeAlias = list[tuple[Tensor, Term]]
 """Each with the parameter that it is a piece of the gradient of."""
@@ -23,6 +24,7 @@ Tails: TypeAlias = list[tuple[GradientEdge, Term]]
 """Each with the place in the graph that it arrives at: from there autograd carries it on."""
 
 _PLAIN_TYPES = (torch.nn.Parameter, Tensor)
+_LARGE = (MatrixProduct, ConvolutionPart)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -80,18 +82,34 @@ def settle(terms: Terms, *, signal_accumulators: bool) -> None:
 
 
 def _add_plainly(terms: Terms) -> None:
-    sums = _Sums()
+    waiting: dict[int, list[Term]] = {}
     for param, term in terms:
+        waiting.setdefault(id(param), []).append(term)
+    sums = _Sums()
+    for param, _ in terms:
+        own = waiting.pop(id(param), None)
+        if own is None:  # Added already, with its first term.
+            continue
         grad = param.grad
         if grad is None:
-            param.grad = _first_grad(param, term)
+            param.grad = _first_grad(param, own)
         elif grad.layout is not torch.strided:  # A sparse term came first.
-            param.grad = value_of(term) + grad
-        elif type(term) is MatrixProduct:
-            term.add_to(grad)
+            param.grad = _total(own) + grad
+        elif type(own[0]) in _LARGE:
+            grad.add_(_total(own))  # At once: the products of all weights would not fit together.
         else:
-            sums.add(grad, value_of(term))
+            sums.add(grad, _total(own))
     sums.run()
+
+
+def _total(terms: Sequence[Term]) -> Tensor:
+    """Return the sum of the terms, in their order; a tensor that came as such may be shared."""
+    total = value_of(terms[0])
+    for term in terms[1:]:
+        value = value_of(term)
+        is_dense = total.layout is torch.strided  # Only what is dense can have more added to it.
+        total = total + value if is_dense else value + total
+    return total
 
 
 def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
@@ -101,9 +119,11 @@ def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
     return type(param) in _PLAIN_TYPES and (grad is None or is_plain(grad))
 
 
-def _first_grad(param: Tensor, term: Term) -> Tensor:
+def _first_grad(param: Tensor, terms: Sequence[Term]) -> Tensor:
     """The gradient of a parameter that has none: its own memory, laid out as autograd does."""
-    value = term.clone() if isinstance(term, Tensor) else term.value()
+    value = _total(terms)
+    if value is terms[0]:
+        value = value.clone()
     if value.layout is not torch.strided:
         return value
     if value.dtype == param.dtype and value.stride() == param.stride():

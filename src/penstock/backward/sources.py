@@ -14,11 +14,12 @@ from torch.autograd.graph import GradientEdge, Node
 from penstock.backward.settle import Tails, Terms, is_plain
 from penstock.backward.terms import (
     ConvolutionGeometry,
-    ConvolutionProduct,
+    ConvolutionGrads,
+    ConvolutionPart,
     MatrixProduct,
     SumTo,
     Term,
-    convolution_bias,
+    is_column_major,
 )
 
 Target: TypeAlias = Tensor | GradientEdge
@@ -60,9 +61,13 @@ class Passage:
 
 
 class MatrixSource:
-    """A node of `alpha * left @ right`, or of `beta * added + alpha * left @ right`."""
+    """A node of `alpha * left @ right`, or of `beta * added + alpha * left @ right`.
 
-    __slots__ = ("_alpha", "_beta", "_left", "_left_edge", "_right", "_uses")
+    `is_turned` says of the left and of the right factor whether autograd computes the transpose
+    of its gradient.
+    """
+
+    __slots__ = ("_alpha", "_beta", "_is_turned", "_left", "_left_edge", "_right", "_uses")
 
     def __init__(
         self,
@@ -71,12 +76,14 @@ class MatrixSource:
         right: Tensor | None,
         left_edge: int,
         scales: tuple[float, float],
+        is_turned: tuple[bool, bool],
     ) -> None:
         self._uses = uses
         self._left = left
         self._right = right
         self._left_edge = left_edge
         self._alpha, self._beta = scales
+        self._is_turned = is_turned
 
     @property
     def saved(self) -> Sequence[Tensor]:
@@ -90,15 +97,17 @@ class MatrixSource:
         edge, target, transposed = use
         if edge < self._left_edge:
             return SumTo(grad, _shape(target), self._beta)
-        if edge > self._left_edge:  # the right factor: left.mT @ grad
+        which = int(edge > self._left_edge)
+        is_turned = self._is_turned[which]
+        if which:  # the right factor: left.mT @ grad
             left = self._left
             assert left is not None  # autograd saves what a differentiable factor needs
-            first, second = (grad.mT, left) if transposed else (left.mT, grad)
+            first, second = (grad.mT, left) if is_turned else (left.mT, grad)
         else:  # the left factor: grad @ right.mT
             right = self._right
             assert right is not None
-            first, second = (right, grad.mT) if transposed else (grad, right.mT)
-        return MatrixProduct(first, second, self._alpha)
+            first, second = (right, grad.mT) if is_turned else (grad, right.mT)
+        return MatrixProduct(first, second, self._alpha, is_turned=is_turned != transposed)
 
 
 class ConvolutionSource:
@@ -119,13 +128,12 @@ class ConvolutionSource:
         return (self._x,)
 
     def add_work(self, grad: Tensor, work: Work) -> None:
+        asked = [use.edge for use in self._uses]
+        grads = ConvolutionGrads(
+            grad, self._x, self._weight, self._geometry, (1 in asked, 2 in asked)
+        )
         for use in self._uses:
-            work.add(use.target, self._term(use, grad))
-
-    def _term(self, use: Use, grad: Tensor) -> Term:
-        if use.edge == 1:
-            return ConvolutionProduct(grad, self._x, self._weight, self._geometry)
-        return convolution_bias(grad, _shape(use.target))
+            work.add(use.target, ConvolutionPart(grads, use.edge - 1))
 
 
 class AdditionSource:
@@ -154,13 +162,14 @@ class _MatrixNode:
     left: str
     right: str
     left_edge: int
+    is_2d: bool
 
 
 _MATRIX_NODES = {
-    "MmBackward0": _MatrixNode("self", "mat2", 0),
-    "BmmBackward0": _MatrixNode("self", "mat2", 0),
-    "AddmmBackward0": _MatrixNode("mat1", "mat2", 1),
-    "BaddbmmBackward0": _MatrixNode("batch1", "batch2", 1),
+    "MmBackward0": _MatrixNode("self", "mat2", 0, True),
+    "BmmBackward0": _MatrixNode("self", "mat2", 0, False),
+    "AddmmBackward0": _MatrixNode("mat1", "mat2", 1, True),
+    "BaddbmmBackward0": _MatrixNode("batch1", "batch2", 1, False),
 }
 
 
@@ -183,21 +192,30 @@ def source_of(node: Node, uses: Sequence[Use]) -> Source | None:
 def _matrix_source(node: Any, uses: Sequence[Use], kind: _MatrixNode) -> Source | None:
     left: Tensor | None = None
     right: Tensor | None = None
+    is_left_turned = is_right_turned = False
     for use in uses:
         if use.edge == kind.left_edge:
             right = _saved(node, kind.right)
             if right is None:
                 return None
+            is_left_turned = kind.is_2d and _is_column_major(node, kind.left)
         elif use.edge > kind.left_edge:
             left = _saved(node, kind.left)
             if left is None:
                 return None
+            is_right_turned = kind.is_2d and _is_column_major(node, kind.right)
         elif use.transposed:
             return None
     scales = (node._saved_alpha, node._saved_beta) if kind.left_edge else (1, 1)
     if complex in map(type, scales):
         return None
-    return MatrixSource(uses, left, right, kind.left_edge, scales)
+    is_turned = is_left_turned, is_right_turned
+    return MatrixSource(uses, left, right, kind.left_edge, scales, is_turned)
+
+
+def _is_column_major(node: Any, factor: str) -> bool:
+    shape = getattr(node, f"_saved_{factor}_sym_sizes")
+    return is_column_major(shape, getattr(node, f"_saved_{factor}_sym_strides"))
 
 
 def _convolution_source(node: Any, uses: Sequence[Use]) -> Source | None:

@@ -1,8 +1,9 @@
 """Terms: pieces of a parameter's gradient whose computing is put off until W.
 
 A term holds all it needs and has not been computed; dropping it frees what it holds. Its
-`value` is the tensor. A matrix product can also be added to a gradient in one operation,
-which plain autograd cannot do.
+`value` is the tensor, equal to the last bit to what autograd's own formula gives: the same
+kernel on the same layouts. Which of two equal formulas autograd takes for a product depends on
+the layout of the factor, and so does ours.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,26 +17,32 @@ from penstock.errors import BackwardError
 
 
 class MatrixProduct:
-    """`alpha * left @ right`, both 2-D or both batched."""
+    """`alpha * left @ right`, both 2-D or both batched; transposed if `is_turned`."""
 
-    __slots__ = ("_alpha", "_left", "_right")
+    __slots__ = ("_alpha", "_is_turned", "_left", "_right")
 
-    def __init__(self, left: Tensor, right: Tensor, alpha: float = 1) -> None:
+    def __init__(
+        self, left: Tensor, right: Tensor, alpha: float = 1, *, is_turned: bool = False
+    ) -> None:
         self._left = left
         self._right = right
         self._alpha = alpha
+        self._is_turned = is_turned
 
     def value(self) -> Tensor:
-        product = torch.matmul(self._left, self._right)
-        return product if self._alpha == 1 else product.mul_(self._alpha)
+        left, right = self._left, self._right
+        product = torch.mm(left, right) if left.dim() == 2 else torch.bmm(left, right)
+        if self._alpha != 1:
+            product = product.mul_(self._alpha)
+        return product.t() if self._is_turned else product
 
-    def add_to(self, grad: Tensor) -> None:
-        if grad.dtype != self._left.dtype:
-            grad.add_(self.value())
-        elif grad.dim() == 2:
-            grad.addmm_(self._left, self._right, alpha=self._alpha)
-        else:
-            grad.baddbmm_(self._left, self._right, alpha=self._alpha)
+
+def is_column_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether a matrix is laid out by columns, by autograd's own test.
+
+    For such a factor of a product autograd computes the transpose of its gradient.
+    """
+    return strides[0] == 1 and strides[1] == shape[0]
 
 
 class SumTo:
@@ -50,12 +57,12 @@ class SumTo:
 
     def value(self) -> Tensor:
         grad, shape = self._grad, self._shape
+        if self._beta != 1:
+            grad = grad * self._beta
         # The bias of a linear layer: the same sum, in half the time for small tensors.
         is_row_sum = grad.dim() == 2 and len(shape) == 1 and shape[0] == grad.shape[1]
         total = grad.sum(0) if is_row_sum else grad.sum_to_size(shape)
-        if self._beta != 1:
-            return total * self._beta
-        return total.clone() if total is grad else total
+        return total.clone() if total is self._grad else total
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,53 +89,80 @@ class ConvolutionGeometry:
             self.groups,
         )
 
-    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, *, of_input: bool) -> Tensor:
-        """The gradient of the input, or else of the weight."""
-        both = torch.ops.aten.convolution_backward(
+    def backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, of_parameters: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the weight and of the bias, those that are asked for."""
+        num_channels = weight.shape[1] * self.groups if self.transposed else weight.shape[0]
+        _, *grads = torch.ops.aten.convolution_backward(
             grad,
             x,
             weight,
-            None,
+            [num_channels],
             self.stride,
             self.padding,
             self.dilation,
             self.transposed,
             self.output_padding,
             self.groups,
-            (of_input, not of_input, False),
+            (False, *of_parameters),
         )
-        result: Tensor = both[0] if of_input else both[1]
-        return result
+        return grads[0], grads[1]
 
 
-class ConvolutionProduct:
-    """The weight gradient of a convolution."""
+class ConvolutionGrads:
+    """The gradients of a convolution's weight and bias, by one call as in autograd.
 
-    __slots__ = ("_geometry", "_grad", "_weight", "_x")
+    Some kernels compute the two together, and round differently where one is asked for alone.
+    """
+
+    __slots__ = ("_found", "_geometry", "_grad", "_of_parameters", "_weight", "_x")
 
     def __init__(
-        self, grad: Tensor, x: Tensor, weight: Tensor, geometry: ConvolutionGeometry
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        geometry: ConvolutionGeometry,
+        of_parameters: tuple[bool, bool],
     ) -> None:
         self._grad = grad
         self._x = x
         self._weight = weight
         self._geometry = geometry
+        self._of_parameters = of_parameters
+        self._found: list[Tensor | None] = [None, None]
+
+    def take(self, which: int) -> Tensor:
+        """Return the gradient of the weight (0) or the bias (1), and let go of it."""
+        if self._found[which] is None:
+            weight = self._weight.to(self._x.dtype)  # Autocast may have converted it for the call.
+            found = self._geometry.backward(self._grad, self._x, weight, self._of_parameters)
+            self._found = list(found)
+        taken, self._found[which] = self._found[which], None
+        assert taken is not None  # it was asked for
+        return taken
+
+
+class ConvolutionPart:
+    """The gradient of a convolution's weight (`which` is 0) or of its bias (1)."""
+
+    __slots__ = ("_grads", "_which")
+
+    def __init__(self, grads: ConvolutionGrads, which: int) -> None:
+        self._grads = grads
+        self._which = which
 
     def value(self) -> Tensor:
-        return self._geometry.backward(self._grad, self._x, self._weight, of_input=False)
+        return self._grads.take(self._which)
 
 
-Term: TypeAlias = MatrixProduct | SumTo | ConvolutionProduct | Tensor
+Term: TypeAlias = MatrixProduct | SumTo | ConvolutionPart | Tensor
 """A tensor is a gradient that autograd has computed already; others may hold it too."""
 
 
 def value_of(term: Term) -> Tensor:
     return term if isinstance(term, Tensor) else term.value()
-
-
-def convolution_bias(grad: Tensor, shape: Sequence[int]) -> SumTo:
-    """The bias gradient of a convolution: `grad` summed over all but the channels."""
-    return SumTo(grad.movedim(1, -1), shape)
 
 
 class Unmodified:
