@@ -111,3 +111,20 @@ def test_schedule_verifies_itself() -> None:
 def test_overlap_counts_as_one_action() -> None:
     order = [Forward(0, 0), Overlap(Forward(0, 1), Backward(0, 0)), Backward(0, 1)]
     assert 3 == Schedule([order], Placement.linear(1), 2).num_actions
+
+
+@pytest.mark.parametrize(
+    ("order", "adds_in_order"),
+    [
+        ("0F0,0F1,0I0,0I1,0W0,0W1", True),
+        ("0F0,0F1,0I1,0I0,0W0,0W1", True),
+        ("0F0,0F1,0I0,0I1,0W1,0W0", False),
+        ("0F0,0F1,0I0,0B1,0W0", False),
+        ("0F0,0F1", True),
+        ("0F0,1F0,1B0,0F1,1F1,1B1,0B0,0B1", True),
+    ],
+)
+def test_order_in_which_weight_gradients_are_added_is_known(
+    order: str, adds_in_order: bool
+) -> None:
+    assert adds_in_order == Schedule.from_csv(order).adds_in_order

@@ -54,3 +54,10 @@ def test_schedule_with_comms_verifies_round_trips_and_is_the_same_without(
         assert with_comms == Schedule.from_csv(with_comms.to_csv()), shape
         assert schedule == remove_comms(with_comms), shape
         assert with_comms.has_comms == (p > 1)
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+@every_generator
+def test_schedule_adds_up_microbatches_in_order(generator: Generator, p: int) -> None:
+    for shape in shapes(generator, ranks=[p], microbatches=range(1, 17), stages_per_rank=[1, 2, 3]):
+        assert make(generator, shape).adds_in_order, shape

@@ -108,7 +108,10 @@ def _print_losses(contenders: Sequence[Contender]) -> None:
         print(f"loss, {contender.schedule:{width}}  {losses[0]:.3f} {curve} {losses[-1]:.3f}")
     first, second = (contender.losses for contender in contenders)
     apart = max(abs(a - b) for a, b in zip(first, second, strict=True))
-    print(f"In no step were the two losses further apart than {apart:.1g}.")
+    if apart == 0:
+        print(f"The losses of all {len(first)} steps are equal to the last bit.")
+    else:
+        print(f"In no step were the two losses further apart than {apart:.1g}.")
 
 
 def sparkline(values: Sequence[float], columns: int) -> str:

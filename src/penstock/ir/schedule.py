@@ -4,7 +4,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import COMM_TYPES, COMPUTE_TYPES, Action, Forward, compute_parts
+from penstock.ir.action import (
+    COMM_TYPES,
+    COMPUTE_TYPES,
+    Action,
+    Backward,
+    BackwardWeight,
+    Forward,
+    MicrobatchId,
+    StageId,
+    compute_parts,
+)
 from penstock.ir.footprint import Footprint
 from penstock.ir.placement import Placement
 from penstock.ir.text import format_csv, parse_csv
@@ -84,6 +94,19 @@ class Schedule:
         )
 
     @property
+    def adds_in_order(self) -> bool:
+        """Whether every stage adds up its weight gradients in the order of microbatches.
+
+        All schedules that do give one model the same gradients, to the last bit, whether their
+        backwards are split or not.
+        """
+        return all(
+            mbs == sorted(mbs)
+            for order in self.orders
+            for mbs in _added_microbatches(order).values()
+        )
+
+    @property
     def num_ranks(self) -> int:
         return len(self.orders)
 
@@ -120,6 +143,16 @@ def _freeze(order: Iterable[Action]) -> tuple[Action, ...]:
             f"The orders hold {order}, which is no order. Give a list of actions for each rank."
         )
     return tuple(order)
+
+
+def _added_microbatches(order: tuple[Action, ...]) -> dict[StageId, list[MicrobatchId]]:
+    """By stage, the microbatches whose weight gradients a rank adds, in its order."""
+    added: dict[StageId, list[MicrobatchId]] = {}
+    for action in order:
+        for part in compute_parts(action):
+            if isinstance(part, Backward | BackwardWeight):
+                added.setdefault(part.stage, []).append(part.mb)
+    return added
 
 
 def _count(number: int, noun: str) -> str:
