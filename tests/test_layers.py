@@ -23,6 +23,7 @@ WITH_TORCH = (
     "backward",
     "comm",
     "microbatch",
+    "sealed",
     "stage",
     "runtime",
     "compat",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import (
     AgreementError,
+    AssignmentError,
     BackwardError,
     CommError,
     CostError,
@@ -156,6 +157,7 @@ _LAZY_NAMES = {
 
 __all__ = [
     "AgreementError",
+    "AssignmentError",
     "BackwardError",
     "CommError",
     "CostError",

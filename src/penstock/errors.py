@@ -4,6 +4,7 @@ Each is also the built-in exception that fits, so `except RuntimeError` keeps wo
 
     PipelineError
     ├── AgreementError   (RuntimeError)   the ranks were not given the same pipeline
+    ├── AssignmentError  (AttributeError) an attribute was set that nothing acts on
     ├── BackwardError    (RuntimeError)   the split backward cannot run on what it was given
     ├── CommError        (RuntimeError)   another rank failed, or cannot be reached
     │   └── DeadlineError    (TimeoutError)   a message did not come in time
@@ -29,6 +30,10 @@ class PipelineError(Exception):
 
 class AgreementError(PipelineError, RuntimeError):
     """The ranks of one pipeline were given different schedules, stages or loss functions."""
+
+
+class AssignmentError(PipelineError, AttributeError):
+    """An attribute was set to no effect: it is not there, or was read once for all."""
 
 
 class BackwardError(PipelineError, RuntimeError):

@@ -13,18 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from penstock.backward import ForwardPass, SplitEngine, stage_backward
-from penstock.backward.leaf_modules import is_compiled
 from penstock.backward.structure import describe, tensors_in
+from penstock.backward.wrappers import Wrapper, find_wrapper, is_compiled, outline
 from penstock.comm import LocalGroup
 from penstock.errors import PipeliningShapeError, StageError
 from penstock.ir import MicrobatchId, StageId
+from penstock.sealed import Sealed
 
 Group: TypeAlias = dist.ProcessGroup | LocalGroup | None
 Examples: TypeAlias = Tensor | Sequence[Tensor] | None
 WeightBackward: TypeAlias = Callable[[], None]
 
 
-class PipelineStage:
+class PipelineStage(Sealed):
     """One stage: a module, its place in the pipeline, and the ranks that it talks to.
 
     Shapes and dtypes between stages are learned in the first step. `input_args` and `output_args`
@@ -43,7 +44,12 @@ class PipelineStage:
 
     `cut` describes the cut of the model that the stage is a piece of; it must be the same for all
     stages.
+
+    Between steps, `submod` can be replaced, and its modules can be added, wrapped, converted or
+    compiled: each step looks at them again.
     """
+
+    settable = ("submod", "dw_builder")
 
     def __init__(
         self,
@@ -65,7 +71,7 @@ class PipelineStage:
         cut: str = "",
     ) -> None:
         _check_place(stage_index, num_stages)
-        self.submod = submodule
+        self._submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = torch.device(device)
@@ -81,12 +87,59 @@ class PipelineStage:
         self._input_args = _as_examples("input_args", input_args, input_grads)
         self._output_args = _as_examples("output_args", output_args, output_grads)
         self._engine: SplitEngine | None = None
+        self._outline: list[tuple[Any, ...]] = []
+        self._is_compiled = False
+        self._wrapper: tuple[str, Wrapper] | None = None
+        self.look_again()
+        self._seal()
+
+    @property
+    def submod(self) -> nn.Module:
+        """The module, which may be replaced between steps."""
+        return self._submod
+
+    @submod.setter
+    def submod(self, module: nn.Module) -> None:
+        _check_tied(self.stage_index, module, self.tied)
+        self._submod = module
+
+    def look_again(self) -> None:
+        """Find out how the module is made up now: it may have changed since the last step."""
+        found = outline(self._submod)
+        if found == self._outline:
+            if self._engine is not None:
+                self._engine.recheck()
+            return
+        self._outline = found
+        self._engine = None
+        self._is_compiled = any(map(is_compiled, self._submod.modules()))
+        self._wrapper = find_wrapper(self._submod)
         if self._ddp is not None and self._ddp.find_unused_parameters:
             raise StageError(
-                f"stage {stage_index} is wrapped in DistributedDataParallel with "
+                f"stage {self.stage_index} is wrapped in DistributedDataParallel with "
                 "find_unused_parameters=True, which looks for them in a graph that a pipeline "
                 "does not give it. Leave that out, and let every parameter be used."
             )
+
+    def check_wrappers(self, *, is_split: bool) -> None:
+        """Raises if gradients would come out wrong; `is_split`: in a backward of two halves."""
+        if self._wrapper is None:
+            return
+        name, wrapper = self._wrapper
+        if wrapper.takes_full_backwards and not is_split:
+            return
+        where = f"its module {name!r} has" if name else "it has"
+        remedy = (
+            "Use a schedule with full backwards, such as 1F1B or Interleaved1F1B"
+            if wrapper.takes_full_backwards
+            else "Use fully_shard with a schedule of full backwards, such as 1F1B"
+        )
+        raise StageError(
+            f"stage {self.stage_index} on rank {self.group_rank}: {where} {wrapper.name}, whose "
+            f"gradients {'a split backward' if is_split else 'a pipeline'} would get wrong. "
+            f"{remedy}; or wrap the whole stage in DistributedDataParallel, which works with every "
+            "schedule."
+        )
 
     @property
     def is_first(self) -> bool:
@@ -102,7 +155,7 @@ class PipelineStage:
     @property
     def is_compiled(self) -> bool:
         """Whether a part of the module is compiled, so that its backward cannot be split."""
-        return any(map(is_compiled, self.submod.modules()))
+        return self._is_compiled
 
     @property
     def _ddp(self) -> DistributedDataParallel | None:
@@ -113,6 +166,11 @@ class PipelineStage:
     def is_data_parallel(self) -> bool:
         """Whether DistributedDataParallel reduces the gradients of the module."""
         return self._ddp is not None
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which DistributedDataParallel averages gradients, if it does."""
+        return None if self._ddp is None else self._ddp.process_group
 
     def tied_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """Parameters that other stages hold too: each with its name here, and the shared one."""
@@ -185,6 +243,11 @@ class _WholePass:
         input_grads = stage_backward(roots, grads, self.inputs)
         return input_grads, do_nothing if self._dw_builder is None else self._dw_builder()
 
+    def backward_of_nothing(self) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
+        """As `backward`, for a microbatch whose loss does not count: all gradients are zeros."""
+        self.outputs = [leaf for leaf in pytree.tree_leaves(self.outputs) if needs_grad(leaf)]
+        return self.backward(_zeros(self.outputs))
+
 
 class _SplitPass:
     """A microbatch between its forward and its input backward, by the engine.
@@ -222,6 +285,12 @@ class _SplitPass:
                 return (None,) * len(self.inputs), do_nothing
             input_grads, pending = self._forward.backward_input(output_grads)
         return input_grads, pending.run
+
+    def backward_of_nothing(self) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
+        """As a whole pass's."""
+        outputs = self._stand_ins or pytree.tree_leaves(self._forward.outputs)
+        self._forward.outputs = pytree.tree_leaves(self._forward.outputs)
+        return self.backward(_zeros(outputs))
 
 
 StagePass: TypeAlias = _WholePass | _SplitPass
@@ -269,6 +338,11 @@ def do_nothing() -> None:
 def stand_in_for(tensor: Tensor) -> Tensor:
     """A leaf with the same values, at which a graph ends."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _zeros(outputs: Sequence[Any]) -> list[Tensor | None]:
+    """A gradient of zeros for each output that needs one."""
+    return [torch.zeros_like(leaf) if needs_grad(leaf) else None for leaf in outputs]
 
 
 def _grad_of(stand_in: Any) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from penstock.backward.groups import ParamGroup
 from penstock.backward.harvest import gradient_edge
 from penstock.backward.input_half import Plan, plan_for, run_input_half
-from penstock.backward.leaf_modules import Sink, Tap, deferring_forwards
+from penstock.backward.leaf_modules import Sink, Tap, leaf_modules
 from penstock.backward.settle import carry_on, settle
 from penstock.backward.sources import Work
 from penstock.backward.structure import (
@@ -26,6 +26,7 @@ from penstock.backward.structure import (
 )
 from penstock.backward.terms import Unmodified
 from penstock.backward.translate import translated
+from penstock.backward.wrappers import find_wrapper
 from penstock.errors import BackwardError
 
 InputGrads: TypeAlias = tuple[Tensor | None, ...]
@@ -36,7 +37,9 @@ class SplitEngine:
 
     The module itself stays as it is: what the engine changes is in force only while one
     of its calls runs. Prepare the engine when the module is complete: wrapped (DDP, say),
-    lazy modules initialised. The first forward is checked more closely than later ones.
+    lazy modules initialised. If modules are added, replaced or wrapped later, prepare another
+    one; after converting parameters in place (`half()`, say) call `recheck()`. A `PipelineStage`
+    does both by itself. The first forward is checked more closely than later ones.
 
         >>> import torch
         >>> engine = SplitEngine(torch.nn.Linear(2, 2))
@@ -57,9 +60,16 @@ class SplitEngine:
                     f"parameter {name} is lazy and has no shape yet; expected parameters that "
                     "are initialised. Run the module once before preparing the engine."
                 )
+        if (found := find_wrapper(module)) is not None:
+            name, wrapper = found
+            raise BackwardError(
+                f"the module has {wrapper.name}{f' on {name!r}' if name else ''}, whose split "
+                "backward is not supported: gradients would be reduced before they are complete. "
+                "Use stage_backward, or a module without it."
+            )
         self.module = module
         self._sink = Sink()
-        self._forwards = deferring_forwards(module, self._sink)
+        self._leaves = leaf_modules(module, self._sink)
         # Live: a parameter that is replaced is found, at less cost than module.parameters().
         self._parameters = [m._parameters for m in module.modules() if m._parameters]
         self._signals = any(_is_held(param) for param in self._trainable())
@@ -82,6 +92,11 @@ class SplitEngine:
             if output.grad_fn is not None and output.grad_fn not in outside:
                 output.grad_fn.register_prehook(self._sink.refusal_unless(token))
         return ForwardPass(self, outputs, inputs, taps, token)
+
+    def recheck(self) -> None:
+        """Look at the parameters again, which may have been converted in place since."""
+        for leaf in self._leaves:
+            leaf.params.forget()
 
     def _trainable(self) -> list[Tensor]:
         found = (param for params in self._parameters for param in params.values())
@@ -147,7 +162,7 @@ class SplitEngine:
     def _patched(self) -> Iterator[None]:
         """Let leaf modules put off their weight gradients, here and in recomputations."""
         patched = []
-        for module, forward in self._forwards:
+        for module, _, forward in self._leaves:
             if "forward" not in module.__dict__:  # The user's own patch comes first.
                 module.__dict__["forward"] = forward
                 patched.append(module)

@@ -17,6 +17,7 @@ from penstock.backward.settle import carry_on, settle
 from penstock.backward.sources import Work
 from penstock.backward.structure import describe, differentiable, pair_with_grads, spread_over
 from penstock.backward.translate import translated
+from penstock.backward.wrappers import is_sharded_graph
 from penstock.errors import BackwardError
 
 
@@ -81,6 +82,12 @@ def stage_backward_input(
                 f"weights holds a tensor {describe(weight)} that was computed from others; "
                 "expected parameters, which are leaves. Pass module.parameters()."
             )
+    if is_sharded_graph(roots):
+        raise BackwardError(
+            "the stage's parameters are sharded by fully_shard (FSDP2) or replicate, whose split "
+            "backward is not supported: the weight half would come after they are gone. Use "
+            "stage_backward, or a stage that is not sharded."
+        )
     with translated(roots):
         plan = plan_for(roots, [gradient_edge(x) for x in inputs], trainable)
         grads, _, urgent_grads, groups = run_input_half(plan, roots, root_grads, inputs)

@@ -10,7 +10,6 @@ node before the module saves the input the ordinary way, and hands it to the tap
 backward comes by.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,6 +28,7 @@ from penstock.backward.terms import (
     is_column_major,
     modified,
 )
+from penstock.backward.wrappers import is_compiled
 from penstock.errors import BackwardError
 
 Forward: TypeAlias = Callable[..., Tensor]
@@ -161,17 +161,26 @@ class _Keep(torch.autograd.Function):
         return grad, None
 
 
-def deferring_forwards(root: nn.Module, sink: Sink) -> list[tuple[nn.Module, Forward]]:
-    """Every leaf module under `root` that can put off its weight gradients, and how."""
-    forwards: list[tuple[nn.Module, Forward]] = []
+class LeafModule(NamedTuple):
+    """A module that can put off its weight gradients, by this forward in place of its own."""
+
+    module: nn.Module
+    params: "_Params"
+    forward: Forward
+
+
+def leaf_modules(root: nn.Module, sink: Sink) -> list[LeafModule]:
+    """Every leaf module under `root` that can put off its weight gradients."""
+    found: list[LeafModule] = []
     for module in dict.fromkeys(_modules(root)):
         if "forward" in module.__dict__:
             continue
+        params = _Params(module)
         if type(module).forward is nn.Linear.forward:
-            forwards.append((module, _linear(module, sink)))
-        elif type(module).forward in _CONVOLUTIONS and _is_zero_padded(module):
-            forwards.append((module, _convolution(module, sink)))
-    return forwards
+            found.append(LeafModule(module, params, _linear(module, params, sink)))
+        elif type(module).forward in _CONVOLUTIONS:
+            found.append(LeafModule(module, params, _convolution(module, params, sink)))
+    return found
 
 
 _CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
@@ -179,13 +188,6 @@ _CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
 def _is_zero_padded(module: Any) -> bool:
     return module.padding_mode == "zeros" and not isinstance(module.padding, str)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has been at this very module; those in it are not looked at."""
-    dynamo = sys.modules.get("torch._dynamo")  # Without it nothing is; loading it takes seconds.
-    is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return is_wrapper or module._compiled_call_impl is not None
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -208,6 +210,11 @@ class _Params:
         self._bias: Tensor | None = None
         self._are_ours = False
 
+    def forget(self) -> None:
+        """Look at the parameters anew: they may have been converted in place."""
+        self._weight = self._bias = None
+        self._are_ours = False
+
     def get(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias; None if they are computed, of several types, or unusual tensors."""
         weight, bias = self._params.get("weight"), self._params.get("bias")
@@ -227,9 +234,8 @@ class _Params:
         return weight, bias
 
 
-def _linear(module: nn.Module, sink: Sink) -> Forward:
+def _linear(module: nn.Module, params: _Params, sink: Sink) -> Forward:
     original = module.forward
-    params = _Params(module)
 
     def forward(input: Tensor) -> Tensor:
         x = input  # Callers may use the module's own keyword.
@@ -255,15 +261,15 @@ def _linear(module: nn.Module, sink: Sink) -> Forward:
     return forward
 
 
-def _convolution(module: Any, sink: Sink) -> Forward:
+def _convolution(module: Any, params: _Params, sink: Sink) -> Forward:
     original = module.forward
-    params = _Params(module)
 
     def forward(input: Tensor) -> Tensor:
         x = input  # Callers may use the module's own keyword.
         own = params.get()
         hooked = _are_saves_hooked()
-        if own is None or x.dim() != own[0].dim() or not _can_defer(own[0], x, sink, hooked):
+        is_usual = own is not None and x.dim() == own[0].dim() and _is_zero_padded(module)
+        if own is None or not is_usual or not _can_defer(own[0], x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
         geometry = ConvolutionGeometry(
             module.stride,

@@ -1,0 +1,52 @@
+"""Objects that refuse assignments which would have no effect."""
+
+import difflib
+from typing import Any, ClassVar
+
+from penstock.errors import AssignmentError
+
+
+class Sealed:
+    """Once sealed, an object takes only what it acts on.
+
+    That is what `settable` names and what has a property with a setter. Private attributes are
+    the object's own, and a subclass that is not Penstock's may add attributes of its own.
+    """
+
+    settable: ClassVar[tuple[str, ...]] = ()
+    """What can be set between steps, public names only."""
+
+    def _seal(self) -> None:
+        """Call this at the end of `__init__`: the attributes that there are now are our own."""
+        self.__dict__["_sealed"] = frozenset(self.__dict__)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_sealed" in self.__dict__ and not self._can_set(name):
+            raise self._refusal(name)
+        super().__setattr__(name, value)
+
+    def _can_set(self, name: str) -> bool:
+        if name in self.settable:
+            return True
+        declared = getattr(type(self), name, None)
+        if isinstance(declared, property):
+            return declared.fset is not None
+        if name in self.__dict__["_sealed"]:
+            return name.startswith("_")
+        return not type(self).__module__.startswith("penstock.")
+
+    def _refusal(self, name: str) -> AssignmentError:
+        kind = type(self).__name__
+        can_be = f"Set {', '.join(self.settable)}, or make a new {kind}."
+        if hasattr(self, name):
+            return AssignmentError(
+                f"{name} of a {kind} cannot be changed: the assignment would have no effect. "
+                f"{can_be}"
+            )
+        known = [own for own in dir(self) if not own.startswith("_")]
+        close = difflib.get_close_matches(name, known, n=1)
+        perhaps = f"; did you mean {close[0]}" if close else ""
+        return AssignmentError(
+            f"a {kind} has no attribute {name!r}, so the assignment would have no effect{perhaps}. "
+            f"{can_be}"
+        )
