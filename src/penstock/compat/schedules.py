@@ -6,16 +6,35 @@ Each binds a generator to stages; all that runs is `Pipeline`.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
+import torch.distributed as dist
+
 from penstock.errors import ScheduleError, StageError
 from penstock.runtime import Pipeline
 from penstock.runtime.auto import DEFAULT_SEARCH_S
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
+from penstock.runtime.shares import LossWeight
 from penstock.runtime.step import LossFn
 from penstock.schedules import get
 from penstock.stage import PipelineStage
 
 
-class PipelineScheduleSingle(Pipeline):
+class _TorchNames(Pipeline):
+    """The attributes that scripts for torch.distributed.pipelining read and write."""
+
+    @property
+    def _loss_fn(self) -> LossFn | None:
+        return self.loss_fn
+
+    @_loss_fn.setter
+    def _loss_fn(self, loss_fn: LossFn | None) -> None:
+        self.loss_fn = loss_fn
+
+    @property
+    def _n_microbatches(self) -> int:
+        return self.num_microbatches
+
+
+class PipelineScheduleSingle(_TorchNames):
     """The base of schedules with one stage per rank."""
 
     schedule_name: ClassVar[str]
@@ -30,6 +49,8 @@ class PipelineScheduleSingle(Pipeline):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
+        loss_weight: LossWeight | None = None,
+        replica_group: dist.ProcessGroup | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -48,12 +69,14 @@ class PipelineScheduleSingle(Pipeline):
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
+            loss_weight=loss_weight,
+            replica_group=replica_group,
             on_grads_ready=on_grads_ready,
             timeout=timeout,
         )
 
 
-class PipelineScheduleMulti(Pipeline):
+class PipelineScheduleMulti(_TorchNames):
     """The base of schedules with several stages per rank.
 
     `backward_requires_autograd` and `defer_pp_recv` are taken so that scripts need not change:
@@ -74,6 +97,8 @@ class PipelineScheduleMulti(Pipeline):
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
         *,
+        loss_weight: LossWeight | None = None,
+        replica_group: dist.ProcessGroup | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -92,6 +117,8 @@ class PipelineScheduleMulti(Pipeline):
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
+            loss_weight=loss_weight,
+            replica_group=replica_group,
             on_grads_ready=on_grads_ready,
             timeout=timeout,
         )
@@ -150,6 +177,8 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
         *,
+        loss_weight: LossWeight | None = None,
+        replica_group: dist.ProcessGroup | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -162,6 +191,8 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
             scale_grads=scale_grads,
             backward_requires_autograd=backward_requires_autograd,
             defer_pp_recv=defer_pp_recv,
+            loss_weight=loss_weight,
+            replica_group=replica_group,
             on_grads_ready=on_grads_ready,
             timeout=timeout,
         )
@@ -197,7 +228,7 @@ class ScheduleDualPipeV(PipelineScheduleMulti):
     schedule_name = "DualPipeV"
 
 
-class ScheduleAuto(Pipeline):
+class ScheduleAuto(_TorchNames):
     """The schedule that is found for the stages while they train, however they are placed."""
 
     def __init__(
@@ -214,6 +245,8 @@ class ScheduleAuto(Pipeline):
         replan_when: float | None = None,
         measure_steps: int = 1,
         search_seconds: float = DEFAULT_SEARCH_S,
+        loss_weight: LossWeight | None = None,
+        replica_group: dist.ProcessGroup | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -226,6 +259,8 @@ class ScheduleAuto(Pipeline):
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
+            loss_weight=loss_weight,
+            replica_group=replica_group,
             on_grads_ready=on_grads_ready,
             timeout=timeout,
             memory=memory,

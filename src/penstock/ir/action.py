@@ -160,3 +160,20 @@ def compute_parts(action: Action) -> tuple[SingleCompute, ...]:
     if isinstance(action, Overlap):
         return (action.forward, action.backward)
     return ()
+
+
+def in_words(action: Action) -> str:
+    """The action as people say it: 0F3 (forward of microbatch 3 on stage 0)."""
+    words = {
+        Forward: "forward",
+        Backward: "backward",
+        BackwardInput: "input backward",
+        BackwardWeight: "weight backward",
+        SendActivation: "sending the activation",
+        SendGradient: "sending the gradient",
+    }
+    described = " and ".join(
+        f"{words[type(part)]} of microbatch {part.mb} on stage {part.stage}"
+        for part in parts(action)
+    )
+    return f"{action} ({described})"

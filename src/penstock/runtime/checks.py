@@ -1,8 +1,13 @@
 """Checks of what a pipeline is given, before anything runs."""
 
+from typing import Any
+
+import torch.distributed as dist
+
 from penstock import schedules
 from penstock.errors import StageError
 from penstock.ir import Schedule
+from penstock.runtime.step import Settings
 from penstock.stage import PipelineStage
 
 _LONGEST_TIMEOUT_S = 365 * 24 * 3600
@@ -47,6 +52,25 @@ def check_count(n_microbatches: int | None) -> int:
     return n_microbatches
 
 
+def check_microbatches(name: str, values: Any, kind: type, num_microbatches: int) -> list[Any]:
+    """Return what a step was given for each microbatch; raises if it is not for as many."""
+    if values is None:
+        return [kind() for _ in range(num_microbatches)]
+    if not isinstance(values, list) or len(values) != num_microbatches:
+        got = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+        raise StageError(
+            f"{name} is {got}. Expected a list with one value for each of the "
+            f"{num_microbatches} microbatches of the schedule."
+        )
+    for mb, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise StageError(
+                f"{name}[{mb}] is a {type(value).__name__}. Expected a {kind.__name__} for "
+                "each microbatch: what the stage is called with."
+            )
+    return values
+
+
 def check_timeout(timeout: float) -> float:
     """Raises unless this is a time that can be waited."""
     if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST_TIMEOUT_S:
@@ -54,6 +78,44 @@ def check_timeout(timeout: float) -> float:
             f"timeout is {timeout!r}. Expected seconds, more than 0 and at most a year."
         )
     return float(timeout)
+
+
+def check_settings(settings: Settings) -> Settings:
+    """Raises if an option would be ignored."""
+    if not isinstance(settings.scale_grads, bool):
+        raise StageError(f"scale_grads is {settings.scale_grads!r}. Expected True or False.")
+    if settings.loss_weight is None:
+        return settings
+    if not callable(settings.loss_weight):
+        raise StageError(
+            f"loss_weight is {settings.loss_weight!r}. Expected a function from a microbatch's "
+            "target to a number, such as lambda target: (target != -100).sum()."
+        )
+    if not settings.scale_grads:
+        raise StageError(
+            "loss_weight was given, but scale_grads is False: gradients are the plain sum, in "
+            "which every microbatch counts once. Leave one of them out."
+        )
+    return settings
+
+
+def check_replica_group(
+    group: dist.ProcessGroup | None, *, scale_grads: bool
+) -> dist.ProcessGroup | None:
+    """Raises unless this can be the group of the pipeline's replicas."""
+    if group is None:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise StageError(
+            f"replica_group is a {type(group).__name__}. Expected a torch.distributed process "
+            'group, such as mesh["dp"].get_group().'
+        )
+    if not scale_grads:
+        raise StageError(
+            "replica_group was given, but scale_grads is False: gradients are the plain sum, "
+            "which takes no weights from other replicas. Leave one of them out."
+        )
+    return group
 
 
 def check_stages(stages: list[PipelineStage]) -> None:

@@ -2,60 +2,73 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agreement
 from penstock.errors import CommError, RecordError, StageError
-from penstock.ir import (
-    Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Schedule,
-    SendActivation,
-    SendGradient,
-)
-from penstock.ir.action import COMPUTE_TYPES, compute_parts, parts
+from penstock.ir import Action, Rank, Schedule, StageId
+from penstock.ir.action import COMPUTE_TYPES, in_words
 from penstock.microbatch import merge_chunks, split_args_kwargs_into_chunks, split_target
 from penstock.runtime.auto import DEFAULT_SEARCH_S, Auto, AutoOptions
 from penstock.runtime.checks import (
     as_schedule,
     check_count,
     check_fit,
+    check_microbatches,
+    check_replica_group,
     check_replicas,
+    check_settings,
     check_stages,
     check_timeout,
 )
 from penstock.runtime.messages import Form
 from penstock.runtime.meter import Meter
 from penstock.runtime.pilot import AbstractPilot, gathered_placement
-from penstock.runtime.program import forward_only, make_program
+from penstock.runtime.program import Program, forward_only, make_program, split_stages
 from penstock.runtime.recorded_block import active_run
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.routes import Key, RankSkips, check_skips
+from penstock.runtime.routes import Key, RankSkips, Skip, check_skips
+from penstock.runtime.shares import (
+    LossWeight,
+    Shares,
+    find_weights,
+    sum_over_replicas,
+)
 from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
 from penstock.runtime.tied import TiedGrads, Ties, claim, tie
 from penstock.runtime.wire import Wire
+from penstock.sealed import Sealed
 from penstock.sim import Recording
 from penstock.stage import PipelineStage
 
 DEFAULT_TIMEOUT_S = 600.0
 
 
-class Pipeline:
+class Pipeline(Sealed):
     """Runs steps of any schedule over the stages that this rank holds.
 
     `schedule` is a Schedule, or the name of one (see `penstock.schedules.names()`), which needs
-    `n_microbatches` too. The gradients of a step are the sum over its microbatches, or the mean
-    if `scale_grads`. Without a `loss_fn` there is no backward. `on_grads_ready(stage)` is called
-    once per step and stage, as soon as the stage's gradients are complete; where parameters are
-    tied to those of other stages, that is at the end of the step.
+    `n_microbatches` too. Without a `loss_fn` there is no backward.
+
+    `on_grads_ready(stage)` is called once per step and stage, as soon as the stage's gradients are
+    complete; where parameters are tied to those of other stages, that is at the end of the step.
+
+    With `scale_grads` the loss of a step, and so its gradients, are those of the whole batch:
+    sum(w_i * loss_i) / sum(w_i), where w_i is the number of values that microbatch i's target has.
+    `loss_weight(target)` is for a loss that is a mean over something else, such as the valid
+    tokens: `lambda target: (target != -100).sum()`. The sum goes over all replicas too, whose
+    gradients are averaged afterwards: those of DistributedDataParallel around the last stage, or
+    the ranks of `replica_group`. Without `scale_grads` gradients are the plain sum of the losses'.
+
+    `loss_fn`, `scale_grads` and `loss_weight` can be set between steps.
 
     With the schedule "auto" the first steps are measured, and the best schedule that is found for
     the stages as they are placed runs the others. Each rank may hold `memory` bytes for its
@@ -68,6 +81,8 @@ class Pipeline:
     No wait lasts longer than `timeout` seconds. If any rank fails, all of them raise.
     """
 
+    settable = ("loss_fn", "scale_grads", "loss_weight")
+
     def __init__(
         self,
         stages: PipelineStage | Sequence[PipelineStage],
@@ -79,6 +94,8 @@ class Pipeline:
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
+        loss_weight: LossWeight | None = None,
+        replica_group: dist.ProcessGroup | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         record: bool = False,
@@ -89,13 +106,16 @@ class Pipeline:
     ) -> None:
         held = list(stages) if isinstance(stages, Sequence) else [stages]
         check_stages(held)
-        self.stages = {stage.stage_index: stage for stage in held}
+        self.stages = MappingProxyType({stage.stage_index: stage for stage in held})
         self._first = held[0]
         self._specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
         self._timeout_s = check_timeout(timeout)
-        self._settings = Settings(
-            loss_fn, scale_grads, on_grads_ready or _ignore, custom_functions={}
+        self._settings = check_settings(
+            Settings(
+                loss_fn, scale_grads, loss_weight, on_grads_ready or _ignore, custom_functions={}
+            )
         )
+        self._replica_group = check_replica_group(replica_group, scale_grads=scale_grads)
         self._skips = RankSkips.of(held)
         self._recorders = [Recorder()] if record else []
         """The first is the pipeline's own, if it has one; others are those of blocks."""
@@ -103,6 +123,7 @@ class Pipeline:
         self._pilot: AbstractPilot | None = None
         self._has_backward = loss_fn is not None
         self._schedule: Schedule | None = None
+        self._programs: _Programs | None = None
         options = AutoOptions.of(memory, replan_when, measure_steps, search_seconds)
         if isinstance(schedule, str) and schedule.lower() == "auto":
             if loss_fn is None:
@@ -125,14 +146,49 @@ class Pipeline:
             fixed = as_schedule(schedule, held, n_microbatches)
             check_fit(fixed, held)
             self.num_microbatches = fixed.num_microbatches
-            self._use(fixed)
-            self._warn_of_compiled()
             self._has_backward = self._has_backward and fixed.has_backward
+            self._use(fixed)
         self._forms: dict[bool, dict[Key, Form]] = {True: {}, False: {}}
         self._comm: AbstractComm | None = None
         self._is_dynamic = False
         self._ties = Ties({}, {}, frozenset())
         self._failure = ""
+        self._seal()
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """What computes the loss of a microbatch from its outputs and its target."""
+        return self._settings.loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: LossFn | None) -> None:
+        if (loss_fn is None) != (self._settings.loss_fn is None):
+            had, gets = ("a loss_fn", "none") if loss_fn is None else ("none", "one")
+            raise StageError(
+                f"the pipeline was made with {had} and would now have {gets}. All ranks agreed on "
+                "whether there is a backward: set another loss_fn, call eval() for steps without "
+                "a backward, or make a new pipeline."
+            )
+        self._settings = replace(self._settings, loss_fn=loss_fn)
+
+    @property
+    def scale_grads(self) -> bool:
+        """Whether gradients are those of the mean over the batch, not of the sum of losses."""
+        return self._settings.scale_grads
+
+    @scale_grads.setter
+    def scale_grads(self, scale_grads: bool) -> None:
+        check_replica_group(self._replica_group, scale_grads=scale_grads)
+        self._settings = check_settings(replace(self._settings, scale_grads=scale_grads))
+
+    @property
+    def loss_weight(self) -> LossWeight | None:
+        """How much a microbatch counts in the mean over the batch, by its target."""
+        return self._settings.loss_weight
+
+    @loss_weight.setter
+    def loss_weight(self, loss_weight: LossWeight | None) -> None:
+        self._settings = check_settings(replace(self._settings, loss_weight=loss_weight))
 
     @property
     def schedule(self) -> Schedule:
@@ -146,12 +202,28 @@ class Pipeline:
 
     def _use(self, schedule: Schedule) -> None:
         """Run this schedule from the next step on. What was learned of messages stays."""
-        rank = self._first.group_rank
         self._schedule = schedule
-        self._forward_program = make_program(forward_only(schedule), rank, skips=self._skips.all)
-        self._program = make_program(
-            schedule, rank, whole=self._compiled_stages(), skips=self._skips.all
-        )
+        self._programs = None
+        self._look_again()
+
+    def _look_again(self) -> "_Programs":
+        """Return the programs for the stages as they are now; raises if they would be wrong."""
+        for stage in self.stages.values():
+            stage.look_again()
+        compiled = frozenset(i for i, stage in self.stages.items() if stage.is_compiled)
+        known = self._programs
+        if known is None or known.compiled != compiled:
+            self._programs = _Programs.make(
+                self.schedule, self._first.group_rank, compiled, self._skips.all
+            )
+            before = frozenset() if known is None else known.whole
+            if self._pilot is None:
+                _warn_of_compiled(sorted(self._programs.whole - before))
+        assert self._programs is not None
+        if self._has_backward:
+            for index, stage in self.stages.items():
+                stage.check_wrappers(is_split=index in self._programs.split)
+        return self._programs
 
     def step(
         self,
@@ -166,7 +238,8 @@ class Pipeline:
 
         `args` are for the first stage, `kwargs` for the stages of this rank, `target` for the
         last stage; ranks that do not hold it need not give it. All are cut into microbatches.
-        `losses` is filled with the loss of each microbatch, `loss_kwargs` go to `loss_fn` whole.
+        `losses` is filled with the loss of each microbatch, times how much it counts, so that their
+        mean is the loss of the batch. `loss_kwargs` go to `loss_fn` whole.
         """
         return self._run(
             self._has_backward, args, kwargs, target, losses, return_outputs, loss_kwargs
@@ -193,20 +266,33 @@ class Pipeline:
         kwargs: list[dict[str, Any]] | None = None,
         *,
         targets: list[Any] | None = None,
+        weights: Sequence[float] | Tensor | None = None,
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> list[Any] | None:
-        """As `step`, for a batch that comes already cut; the outputs are not merged either."""
+        """As `step`, for a batch that comes already cut; the outputs are not merged either.
+
+        `weights` says how much each microbatch counts in the mean over the batch, on the rank of
+        the last stage. Without it, it is what `loss_weight` says, or how large they are.
+        """
         self._join_run()
         with self._failing_together():
+            if weights is not None and not self.scale_grads:
+                raise StageError(
+                    "weights were given, but scale_grads is False: gradients are the plain sum, "
+                    "in which every microbatch counts once. Leave them out, or set scale_grads."
+                )
             batch = Batch(
-                self._check_microbatches("args", args, tuple),
-                self._check_microbatches("kwargs", kwargs, dict),
-                [] if targets is None else self._check_microbatches("targets", targets, object),
+                check_microbatches("args", args, tuple, self.num_microbatches),
+                check_microbatches("kwargs", kwargs, dict, self.num_microbatches),
+                []
+                if targets is None
+                else check_microbatches("targets", targets, object, self.num_microbatches),
                 loss_kwargs or {},
             )
-            return self._run_batch(batch, self._has_backward, losses, return_outputs)
+            shares = self._share_out(batch, self._has_backward, weights=weights, are_cut=False)
+            return self._run_batch(batch, shares, self._has_backward, losses, return_outputs)
 
     def recording(self) -> Recording:
         """The last steps, at most 100, with the times of all ranks by one clock.
@@ -277,11 +363,46 @@ class Pipeline:
             if target is not None and self._holds_last:
                 targets = split_target(target, self.num_microbatches)
             batch = Batch(args_split, kwargs_split, targets, loss_kwargs or {})
-            outputs = self._run_batch(batch, has_backward, losses, return_outputs)
+            shares = Shares.alike(self.num_microbatches)
+            if has_backward or losses is not None:
+                shares = self._share_out(batch, has_backward, weights=None, are_cut=True)
+            outputs = self._run_batch(batch, shares, has_backward, losses, return_outputs)
             return None if outputs is None else merge_chunks(outputs, merge_spec)
 
+    def _share_out(
+        self, batch: Batch, has_backward: bool, *, weights: Any, are_cut: bool
+    ) -> Shares:
+        """Find out how much each microbatch counts; only the rank of the last stage need know."""
+        if not self.scale_grads:
+            return Shares.plain(self.num_microbatches)
+        if not self._holds_last or self.loss_fn is None:
+            return Shares.alike(self.num_microbatches)
+        found = find_weights(
+            {"target": batch.targets, "kwargs": batch.kwargs, "args": batch.args},
+            weights=weights,
+            rule=self.loss_weight,
+            are_cut=are_cut,
+        )
+        own = [1.0] * self.num_microbatches if found is None else found
+        total, num_replicas = sum(own), 1
+        if has_backward and (replicas := self._replicas) is not None:
+            num_replicas = dist.get_world_size(replicas)
+            total = sum_over_replicas(total, replicas, self._first.device, self._timeout_s)
+        return Shares.of(own, total, num_replicas, are_known=found is not None)
+
+    @property
+    def _replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the last stage of each replica."""
+        last = self.stages[self._first.num_stages - 1]
+        return self._replica_group or last.replica_group
+
     def _run_batch(
-        self, batch: Batch, has_backward: bool, losses: list[Any] | None, return_outputs: bool
+        self,
+        batch: Batch,
+        shares: Shares,
+        has_backward: bool,
+        losses: list[Any] | None,
+        return_outputs: bool,
     ) -> list[Any] | None:
         assert self._comm is not None
         if has_backward and not torch.is_grad_enabled():
@@ -289,7 +410,8 @@ class Pipeline:
                 "step() was called where gradients are disabled, so there would be no backward. "
                 "Call it outside of torch.no_grad(), or call eval()."
             )
-        program = self._program if has_backward else self._forward_program
+        programs = self._look_again()
+        program = programs.training if has_backward else programs.forward
         forms = {} if self._is_dynamic else self._forms[has_backward]
         keeps_outputs = return_outputs and self._holds_last
         pilot = self._pilot if has_backward else None
@@ -304,6 +426,7 @@ class Pipeline:
             wire=wire,
             batch=batch,
             settings=self._settings,
+            shares=shares,
             has_backward=has_backward,
             keeps_outputs=keeps_outputs,
             needs_losses=has_backward or losses is not None,
@@ -316,11 +439,10 @@ class Pipeline:
             if step.tied is not None:
                 step.tied.put_back()
             if step.current is not None:
-                error.add_note(f"in {_describe(step.current)}, on rank {program.rank}")
+                error.add_note(f"in {in_words(step.current)}, on rank {program.rank}")
             raise
         if losses is not None:
-            found = [step.losses[mb] for mb in sorted(step.losses)]
-            losses[:] = [x.detach() if isinstance(x, torch.Tensor) else x for x in found]
+            losses[:] = [shares.weigh(mb, step.losses[mb]) for mb in sorted(step.losses)]
         for recorder in self._recorders:
             assert meter is not None
             recorder.take(meter)
@@ -398,59 +520,41 @@ class Pipeline:
     def _holds_last(self) -> bool:
         return self._first.num_stages - 1 in self.stages
 
-    def _check_microbatches(self, name: str, values: Any, kind: type) -> list[Any]:
-        if values is None:
-            return [kind() for _ in range(self.num_microbatches)]
-        if not isinstance(values, list) or len(values) != self.num_microbatches:
-            got = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
-            raise StageError(
-                f"{name} is {got}. Expected a list with one value for each of the "
-                f"{self.num_microbatches} microbatches of the schedule."
-            )
-        for mb, value in enumerate(values):
-            if not isinstance(value, kind):
-                raise StageError(
-                    f"{name}[{mb}] is a {type(value).__name__}. Expected a {kind.__name__} for "
-                    "each microbatch: what the stage is called with."
-                )
-        return values
 
-    def _compiled_stages(self) -> set[int]:
-        """The stages whose backward is to be split and cannot be."""
-        split = {
-            part.stage
-            for order in self.schedule.orders
-            for action in order
-            for part in compute_parts(action)
-            if isinstance(part, BackwardInput)
-        }
-        return {index for index, stage in self.stages.items() if stage.is_compiled} & split
+@dataclass(frozen=True, slots=True)
+class _Programs:
+    """What a rank does in its steps, for one schedule and the stages that are compiled."""
 
-    def _warn_of_compiled(self) -> None:
-        for index in sorted(self._compiled_stages()):
-            warnings.warn(
-                f"stage {index} is compiled, and the backward of a compiled module cannot be split "
-                "yet: it runs full backwards, and leaves the schedule's bubbles to idle.",
-                stacklevel=4,
-            )
+    training: Program
+    forward: Program
+    compiled: frozenset[StageId]
+    split: frozenset[StageId]
+    """The stages whose backward runs in two halves."""
+    whole: frozenset[StageId]
+    """The stages whose backward is to be split and cannot be, since they are compiled."""
+
+    @classmethod
+    def make(
+        cls, schedule: Schedule, rank: Rank, compiled: frozenset[StageId], skips: Collection[Skip]
+    ) -> "_Programs":
+        split = split_stages(schedule)
+        return cls(
+            training=make_program(schedule, rank, whole=compiled & split, skips=skips),
+            forward=make_program(forward_only(schedule), rank, skips=skips),
+            compiled=compiled,
+            split=split - compiled,
+            whole=split & compiled,
+        )
+
+
+def _warn_of_compiled(stages: Iterable[int]) -> None:
+    for index in stages:
+        warnings.warn(
+            f"stage {index} is compiled, and the backward of a compiled module cannot be split "
+            "yet: it runs full backwards, and leaves the schedule's bubbles to idle.",
+            stacklevel=5,
+        )
 
 
 def _ignore(stage: PipelineStage) -> None:
     """What happens when a stage's gradients are ready, unless the user asks for more."""
-
-
-def _describe(action: Action) -> str:
-    """An action in words: 0F3 (forward of microbatch 3 on stage 0)."""
-    words = {
-        Forward: "forward",
-        Backward: "backward",
-        BackwardInput: "input backward",
-        BackwardWeight: "weight backward",
-        SendActivation: "sending the activation",
-        SendGradient: "sending the gradient",
-    }
-    described = " and ".join(
-        f"{words[type(part)]} of microbatch {part.mb} on stage {part.stage}"
-        for part in parts(action)
-    )
-    return f"{action} ({described})"

@@ -111,6 +111,17 @@ def forward_only(schedule: Schedule) -> Schedule:
     return Schedule(orders, schedule.placement, schedule.num_microbatches)
 
 
+def split_stages(schedule: Schedule) -> frozenset[StageId]:
+    """The stages whose backward comes in two halves."""
+    return frozenset(
+        part.stage
+        for order in schedule.orders
+        for action in order
+        for part in compute_parts(action)
+        if isinstance(part, BackwardInput)
+    )
+
+
 def _fused(order: Iterable[Action], whole: Container[StageId]) -> Iterator[Action]:
     for action in order:
         if isinstance(action, Overlap):

@@ -25,6 +25,7 @@ from penstock.runtime.messages import flatten, unflatten
 from penstock.runtime.meter import Meter
 from penstock.runtime.program import Entry, Program, Task
 from penstock.runtime.routes import Key
+from penstock.runtime.shares import LossWeight, Shares
 from penstock.runtime.tied import TiedGrads
 from penstock.runtime.wire import Wire
 from penstock.stage import (
@@ -59,6 +60,7 @@ class Settings:
 
     loss_fn: LossFn | None
     scale_grads: bool
+    loss_weight: LossWeight | None
     on_grads_ready: Callable[[PipelineStage], None]
     custom_functions: Mapping[type[Action], "CustomFunction"]
 
@@ -99,6 +101,7 @@ class Step:
     wire: Wire
     batch: Batch
     settings: Settings
+    shares: Shares
     has_backward: bool
     keeps_outputs: bool
     needs_losses: bool
@@ -115,7 +118,8 @@ class Step:
     _made: dict[Key, Message] = field(default_factory=dict)
     _in_flight: dict[tuple[StageId, MicrobatchId], _InFlight] = field(default_factory=dict)
     _pending: dict[tuple[StageId, MicrobatchId], WeightBackward] = field(default_factory=dict)
-    _seed: Tensor | None = None
+    _shapes: list[torch.Size] | None = None
+    """Those of the first outputs, where nothing else tells the sizes of microbatches."""
     _outside_grads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _awaiting_others: list[PipelineStage] = field(default_factory=list)
     """Stages whose own gradients are complete, in that order, but those of their ties are not."""
@@ -303,6 +307,8 @@ class Step:
                 f"loss_fn returned a loss {got} for microbatch {mb}. Expected a tensor with one "
                 "value: let it return the mean, or the sum with scale_grads=False."
             )
+        if not self.shares.are_known:
+            self._check_alike(mb, outputs)
         if not loss.requires_grad and any(map(needs_grad, pytree.tree_leaves(outputs))):
             raise StageError(
                 f"loss_fn returned a loss that needs no gradient for microbatch {mb}, though the "
@@ -310,6 +316,20 @@ class Step:
                 "detach() or item()."
             )
         return loss
+
+    def _check_alike(self, mb: MicrobatchId, outputs: Any) -> None:
+        """Raises if microbatches differ in size, and so would have to count differently."""
+        shapes = [leaf.shape for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        if self._shapes is None:
+            self._shapes = shapes
+        elif shapes != self._shapes:
+            raise StageError(
+                f"the outputs of microbatch {mb} have shapes {list(map(tuple, shapes))}, those of "
+                f"another {list(map(tuple, self._shapes))}, so their losses count differently in "
+                "the mean over the batch. This rank, which holds the last stage, was given nothing "
+                "to tell by how much. Give step() the target there, or step_microbatches() the "
+                "weights; or let loss_fn return sums, with scale_grads=False."
+            )
 
     def _take_activation(self, key: Key) -> tuple[list[Any], tuple[Any, ...]]:
         """The leaves that a forward differentiates by, and its arguments made of them."""
@@ -328,7 +348,7 @@ class Step:
         flight = self._in_flight.pop((stage.stage_index, mb))
         if task.completes_grads:
             stage.expect_last_grads()
-        grads, pending = self._differentiate(task, stage, flight)
+        grads, pending = self._differentiate(task, stage, mb, flight)
         if flight.loss is not None:
             self.losses[mb] = flight.loss.detach()  # Its graph would keep the stage's inputs.
         found = {id(x): g for x, g in zip(flight.stage_pass.inputs, grads, strict=True)}
@@ -350,14 +370,14 @@ class Step:
             self._complete(stage)
 
     def _differentiate(
-        self, task: Task, stage: PipelineStage, flight: _InFlight
+        self, task: Task, stage: PipelineStage, mb: MicrobatchId, flight: _InFlight
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
         """The gradients of a microbatch's inputs, and what its weight backward has to run."""
         arrived: list[Any] = []
         grads: Any = None
         if flight.loss is not None:
             if flight.loss.requires_grad:
-                grads = self._seed_of(flight.loss)
+                grads = torch.full_like(flight.loss, self.shares.seeds[mb], requires_grad=False)
         else:
             arguments, arrived = self._take_gradients(task, flight)
             if any(grad is not None for grad in arrived):
@@ -367,6 +387,9 @@ class Step:
         if grads is None:
             return (None,) * len(flight.stage_pass.inputs), do_nothing
         with self._watching(stage, ()):
+            if flight.loss is not None and self.shares.seeds[mb] == 0:
+                # Zero times its gradient is not zero where the mean of no values is not a number.
+                return flight.stage_pass.backward_of_nothing()
             return flight.stage_pass.backward(grads, flight.loss)
 
     def _take_gradients(
@@ -383,13 +406,6 @@ class Step:
             row += grads
             arguments += unflatten(grads, structure)
         return arguments, row
-
-    def _seed_of(self, loss: Tensor) -> Tensor:
-        """The gradient that a backward begins with: this microbatch's share in the whole."""
-        if self._seed is None or self._seed.dtype != loss.dtype or self._seed.shape != loss.shape:
-            share = 1 / len(self.batch.args) if self.settings.scale_grads else 1.0
-            self._seed = torch.full_like(loss, share, requires_grad=False)
-        return self._seed
 
     def _take_gradient(self, key: Key) -> list[Tensor | None]:
         """The gradients of those outputs that need one, in order; None if nobody used it."""

@@ -1,0 +1,188 @@
+"""Shares: how much each microbatch's loss counts in the loss of a step.
+
+The loss of a step is sum(w_i * loss_i) / sum(w_i), where w_i is the *weight* of microbatch i: how
+much its own loss is a mean over. So a step gives the gradients of the whole batch, whatever the
+sizes of its microbatches. Weights are, in this order: what the caller says, the pipeline's rule
+for a target, or how many elements of a cut tensor the microbatch has.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import CommError, MicrobatchError, StageError
+
+LossWeight: TypeAlias = Callable[[Any], Any]
+"""The weight of a microbatch, a number, by its target."""
+
+_REMEDY = (
+    "Give the pipeline a loss_weight, such as loss_weight=len, or step_microbatches the weights."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What each microbatch's loss is multiplied by, on the rank of the last stage.
+
+    `seeds` is for the gradients, which are summed; `factors` is for the losses, whose mean is
+    taken. `are_known` is False if nothing told the sizes of the microbatches: then they are taken
+    to be alike.
+    """
+
+    seeds: Sequence[float]
+    factors: Sequence[float]
+    are_known: bool = True
+
+    @classmethod
+    def plain(cls, num_microbatches: int) -> "Shares":
+        """Of a sum: every loss counts as it is."""
+        ones = [1.0] * num_microbatches
+        return cls(ones, ones)
+
+    @classmethod
+    def alike(cls, num_microbatches: int, *, are_known: bool = True) -> "Shares":
+        """Of a mean over microbatches of one size."""
+        seeds = [1 / num_microbatches] * num_microbatches
+        return cls(seeds, [1.0] * num_microbatches, are_known)
+
+    @classmethod
+    def of(
+        cls, weights: Sequence[float], total: float, num_replicas: int, *, are_known: bool = True
+    ) -> "Shares":
+        """Of a mean over `num_replicas` pipelines, whose gradients are averaged afterwards."""
+        if not total > 0:
+            raise StageError(
+                f"the weights of all microbatches are {list(weights)}, so no loss counts in this "
+                "step. Expected at least one that is more than 0: leave out such a batch."
+            )
+        seeds = [weight * num_replicas / total for weight in weights]
+        factors = [weight * num_replicas * len(weights) / total for weight in weights]
+        return cls(seeds, factors, are_known)
+
+    def weigh(self, mb: int, loss: Any) -> Any:
+        """Return a loss so that the mean over microbatches is the loss of the step.
+
+        What is not one number is left as it is.
+        """
+        factor = self.factors[mb]
+        if isinstance(loss, Tensor):
+            loss = loss.detach()
+            if factor == 1 or loss.numel() != 1:
+                return loss
+            return loss * factor if factor else torch.zeros_like(loss)
+        if isinstance(loss, int | float) and factor != 1:
+            return loss * factor if factor else 0.0
+        return loss
+
+
+def find_weights(
+    given: Mapping[str, Sequence[Any]], *, weights: Any, rule: LossWeight | None, are_cut: bool
+) -> list[float] | None:
+    """Return the weight of each microbatch, or None if nothing tells them apart.
+
+    `given` has what the microbatches were given, by name: what tells their sizes best comes first.
+    """
+    if weights is not None:
+        return check_weights(weights, len(given["args"]))
+    if rule is not None:
+        return weights_by_rule(rule, given["target"])
+    for name, values in given.items():
+        found = weights_by_size(values, name=name, are_cut=are_cut)
+        if found is not None:
+            return found
+    return None
+
+
+def check_weights(weights: Any, num_microbatches: int) -> list[float]:
+    """Return the weights that a caller or a rule gave, as numbers."""
+    found = list(weights) if isinstance(weights, Sequence | Tensor) else [weights]
+    if len(found) != num_microbatches:
+        raise StageError(
+            f"weights has {len(found)} values. Expected one for each of the {num_microbatches} "
+            "microbatches."
+        )
+    if found and all(isinstance(weight, Tensor) and weight.numel() == 1 for weight in found):
+        found = torch.stack([weight.detach().reshape(()).double() for weight in found]).tolist()
+    for mb, weight in enumerate(found):
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not math.isfinite(weight) or weight < 0:
+            raise StageError(
+                f"the weight of microbatch {mb} is {weight!r}. Expected a number, at least 0: how "
+                "many values its loss is the mean of."
+            )
+    return found
+
+
+def weights_by_rule(rule: LossWeight, targets: Sequence[Any]) -> list[float]:
+    """Return the weight of each microbatch, by its target."""
+    if not targets:
+        raise StageError(
+            "the pipeline has a loss_weight, but no target was given on this rank, which holds the "
+            "last stage. Give it one, or set loss_weight to None."
+        )
+    return check_weights([rule(target) for target in targets], len(targets))
+
+
+def weights_by_size(values: Sequence[Any], *, name: str, are_cut: bool) -> list[float] | None:
+    """Return how many elements each microbatch has, or None if nothing in `values` tells.
+
+    `are_cut` says that they were cut from one batch, along one dim of each tensor. Otherwise a
+    microbatch is as large as its first dim says, if all else agrees.
+    """
+    columns = _columns(values)
+    found: dict[tuple[Fraction, ...], str] = {}
+    for number, column in enumerate(columns):
+        found.setdefault(_proportions([x.numel() for x in column]), f"by tensor {number}")
+        if not are_cut:
+            found.setdefault(_proportions([len(x) for x in column]), f"by the rows of {number}")
+    if len(found) > 1:
+        raise MicrobatchError(
+            f"the microbatches differ in size, and {name} does not tell by how much: "
+            + "; ".join(f"{[str(x) for x in sizes]} {how}" for sizes, how in found.items())
+            + f". {_REMEDY}"
+        )
+    return [float(x.numel()) for x in columns[0]] if columns else None
+
+
+def _columns(values: Sequence[Any]) -> list[list[Tensor]]:
+    """The tensors that microbatches have each their own of: a row for each, by where they are."""
+    leaves = [pytree.tree_leaves(value) for value in values]
+    if len({len(row) for row in leaves}) != 1:
+        return []
+    return [
+        list(column)
+        for column in zip(*leaves, strict=True)
+        if all(isinstance(x, Tensor) and x.dim() > 0 for x in column)
+        and any(x.numel() > 0 for x in column)
+        and (len(column) == 1 or any(x is not column[0] for x in column))
+    ]
+
+
+def _proportions(sizes: Sequence[int]) -> tuple[Fraction, ...]:
+    return tuple(Fraction(size, sum(sizes)) for size in sizes)
+
+
+def sum_over_replicas(
+    total: float, group: dist.ProcessGroup, device: torch.device, timeout_s: float
+) -> float:
+    """Return the sum of the totals of all replicas; each must call it in each of its steps."""
+    value = torch.tensor([total], dtype=torch.float64, device=device)
+    work = dist.all_reduce(value, group=group, async_op=True)
+    assert work is not None
+    try:
+        work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as exc:
+        raise CommError(
+            f"replica {dist.get_rank(group)} waited up to {timeout_s:g} s for the weights of the "
+            f"other replicas' batches and did not get them ({str(exc).splitlines()[0]}). Expected "
+            "all replicas to run the same steps: see what the others were doing."
+        ) from exc
+    return float(value.item())

@@ -1,0 +1,139 @@
+"""Stages that others shard or reduce: gradients are right, or the pipeline is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate as replicate_by_ddp
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from local_steps import mean_square
+from penstock import BackwardError, Pipeline, SplitEngine, StageError, stage_backward_input
+from stage_training import assert_close, make_stages
+from worker_pool import WorkerPool
+
+pytestmark = pytest.mark.dist
+
+WIDTH = 8
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(*layers).double()
+
+
+def wrap(kind: str, module: nn.Sequential, mesh: Any) -> nn.Module:
+    match kind:
+        case "fully_shard":
+            return fully_shard(module, mesh=mesh)
+        case "fully_shard on a block":
+            fully_shard(module[2], mesh=mesh)
+        case "replicate":
+            return replicate(module, mesh=mesh)
+        case "replicate by DDP":
+            return replicate_by_ddp(module, process_group=mesh.get_group())
+        case "DDP on a block":
+            module[2] = DistributedDataParallel(module[2], process_group=mesh.get_group())
+        case "FSDP1":
+            cpu = torch.device("cpu")
+            return FullyShardedDataParallel(
+                module, process_group=mesh.get_group(), device_id=cpu, use_orig_params=True
+            )
+    return module
+
+
+def refusal_of(world: dist.ProcessGroup, kind: str, schedule: str, wraps_late: bool) -> str:
+    """What a pipeline of one rank says to a stage that two replicas share."""
+    mesh = init_device_mesh("cpu", (2,))
+    own = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    module = make_module()
+    stages = make_stages(own, [module if wraps_late else wrap(kind, module, mesh)], [0])
+    try:
+        pipeline = Pipeline(stages, schedule, n_microbatches=2, loss_fn=mean_square)
+        if wraps_late:
+            stages[0].submod = wrap(kind, module, mesh)
+            pipeline.step(torch.randn(4, WIDTH).double(), target=torch.randn(4, WIDTH).double())
+    except StageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("wraps_late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("kind", "schedule", "words"),
+    [
+        ("fully_shard", "ZB-H1", "it has fully_shard (FSDP2), whose gradients a split backward"),
+        ("fully_shard on a block", "ZB-H1", "its module '2' has fully_shard (FSDP2)"),
+        ("replicate", "ZB-H1", "it has replicate, whose gradients a split backward"),
+        ("replicate by DDP", "1F1B", "it has replicate (by DistributedDataParallel), whose"),
+        ("DDP on a block", "1F1B", "its module '2' has DistributedDataParallel on a part of the"),
+        ("FSDP1", "1F1B", "it has FullyShardedDataParallel (FSDP1), whose gradients a pipeline"),
+    ],
+)
+def test_stage_whose_gradients_would_be_wrong_is_refused(
+    kind: str, schedule: str, words: str, wraps_late: bool, pool: WorkerPool
+) -> None:
+    for message in pool.run(2, refusal_of, kind, schedule, wraps_late):
+        assert message.startswith("stage 0 on rank 0: ")
+        assert words in message
+        assert "such as 1F1B" in message
+
+
+def grads_with_full_backwards(world: dist.ProcessGroup, kind: str) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    rank = dist.get_rank()
+    own = [dist.new_group([0]), dist.new_group([1])][rank]
+    module = wrap(kind, make_module(), mesh)
+    pipeline = Pipeline(
+        make_stages(own, [module], [0]), "1F1B", n_microbatches=2, loss_fn=mean_square
+    )
+    x, target = batch()
+    pipeline.step(x.chunk(2)[rank], target=target.chunk(2)[rank])
+    grads = {}
+    for name, param in module.named_parameters():
+        full = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
+        grads[name] = full.detach()
+    return grads
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x, target = torch.randn(2, 8, WIDTH).double()
+    return x, target
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
+def test_sharded_stage_trains_with_full_backwards(kind: str, pool: WorkerPool) -> None:
+    module = make_module()
+    x, target = batch()
+    mean_square(module(x), target).backward()
+    for grads in pool.run(2, grads_with_full_backwards, kind):
+        for name, param in module.named_parameters():
+            assert_close(name, param.grad, grads[name])
+
+
+def refusals_of_halves(world: dist.ProcessGroup) -> list[str]:
+    module = fully_shard(make_module(), mesh=init_device_mesh("cpu", (2,)))
+    x = torch.randn(4, WIDTH, requires_grad=True, dtype=torch.float64)
+    messages = []
+    try:
+        SplitEngine(module)
+    except BackwardError as error:
+        messages.append(str(error))
+    try:
+        stage_backward_input([module(x).sum()], None, [x], module.parameters())
+    except BackwardError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_halves_of_a_sharded_module_are_refused(pool: WorkerPool) -> None:
+    for by_engine, by_functions in pool.run(2, refusals_of_halves):
+        assert "the module has fully_shard (FSDP2), whose split backward" in by_engine
+        assert "sharded by fully_shard (FSDP2) or replicate" in by_functions

@@ -1,0 +1,123 @@
+"""Two pipelines of two ranks that train as one process with both their batches would.
+
+Ranks 0 and 1 are one pipeline, ranks 2 and 3 the other; their batches differ in size.
+"""
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from local_steps import mlp
+from penstock import Pipeline
+from stage_training import assert_close, make_stages
+from staged_models import WIDTH
+from worker_pool import WorkerPool
+
+pytestmark = pytest.mark.dist
+
+SIZES = (7, 4)
+IGNORED = -100
+NUM_STEPS = 2
+Result = tuple[dict[str, Tensor], list[Tensor]]
+
+
+def token_mean(outputs: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, target, ignore_index=IGNORED)
+
+
+def count_tokens(target: Tensor) -> Tensor:
+    return (target != IGNORED).sum()
+
+
+def make_modules() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return mlp(2)
+
+
+def make_batches(step: int, *, are_masked: bool) -> list[tuple[Tensor, Tensor]]:
+    """One of each replica."""
+    torch.manual_seed(1 + step)
+    batches = []
+    for size in SIZES:
+        x, target = torch.randn(size, WIDTH).double(), torch.randint(0, WIDTH, (size,))
+        if are_masked:
+            target[torch.rand(size) < 0.4] = IGNORED
+            target[0] = 0
+        batches.append((x, target))
+    return batches
+
+
+def train(world: dist.ProcessGroup, schedule: str, wrapper: str, are_masked: bool) -> Result:
+    rank = dist.get_rank()
+    pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    try:
+        own, other = pipelines[rank // 2], replicas[rank % 2]
+        return train_in(own, other, rank // 2, schedule, wrapper, are_masked)
+    finally:
+        gc.collect()  # A reducer is in a cycle, and with it lives its group.
+        for group in (pipelines[rank // 2], replicas[rank % 2]):
+            dist.destroy_process_group(group)
+
+
+def train_in(
+    pipeline_group: dist.ProcessGroup,
+    replica_group: dist.ProcessGroup,
+    replica: int,
+    schedule: str,
+    wrapper: str,
+    are_masked: bool,
+) -> Result:
+    rank = dist.get_rank(pipeline_group)
+    module = make_modules()[rank]
+    is_ddp = wrapper == "DDP"
+    wrapped = DistributedDataParallel(module, process_group=replica_group) if is_ddp else module
+    stages = make_stages(pipeline_group, [wrapped, wrapped], [rank], dynamic_shapes=True)
+    pipeline = Pipeline(
+        stages,
+        schedule,
+        n_microbatches=3,
+        loss_fn=token_mean,
+        loss_weight=count_tokens if are_masked else None,
+        replica_group=None if is_ddp else replica_group,
+    )
+    losses: list[Tensor] = []
+    for step in range(NUM_STEPS):  # Gradients add up.
+        x, target = make_batches(step, are_masked=are_masked)[replica]
+        found: list[Tensor] = []
+        pipeline.step(x, target=target, losses=found)
+        losses += [torch.stack(found).mean()] if found else []
+    grads = {f"{rank}.{name}": param.grad for name, param in module.named_parameters()}
+    if not is_ddp:
+        for grad in grads.values():
+            dist.all_reduce(grad, group=replica_group)
+            grad /= len(SIZES)
+    return grads, losses
+
+
+@pytest.mark.parametrize("are_masked", [False, True], ids=["uneven", "masked"])
+@pytest.mark.parametrize("wrapper", ["DDP", "own all-reduce"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_replicas_train_as_one_process_with_both_batches(
+    schedule: str, wrapper: str, are_masked: bool, pool: WorkerPool
+) -> None:
+    results = pool.run(4, train, schedule, wrapper, are_masked)
+    model = copy.deepcopy(nn.Sequential(*make_modules()))
+    expected_losses = []
+    for step in range(NUM_STEPS):
+        batches = make_batches(step, are_masked=are_masked)
+        x, target = (torch.cat(values) for values in zip(*batches, strict=True))
+        loss = token_mean(model(x), target)
+        loss.backward()
+        expected_losses.append(loss.detach())
+    for grads, _ in results:
+        for name, grad in grads.items():
+            assert_close(f"gradient of {name}", model.get_parameter(name).grad, grad)
+    losses = [torch.stack(found) for _, found in results if found]
+    assert_close("losses", torch.stack(expected_losses), torch.stack(losses).mean(0))
