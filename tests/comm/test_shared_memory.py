@@ -1,6 +1,7 @@
 """A link by shared memory: both of its ends in this process, each driven in turn."""
 
 import os
+import platform
 import resource
 import socket
 import threading
@@ -267,6 +268,19 @@ def test_listener_refuses_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
         stranger.recv(1)
 
 
-def test_machine_has_a_name_here() -> None:
+@pytest.mark.parametrize("processor", ["aarch64", "arm64", "ppc64le", "riscv64", "i686", ""])
+def test_processor_that_may_reorder_memory_uses_no_shared_memory(
+    processor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count of messages taken could be seen before the message had been read."""
+    monkeypatch.setattr(platform, "machine", lambda: processor)
+    assert "" == shared_memory.find_machine()
+
+
+@pytest.mark.parametrize("processor", ["x86_64", "AMD64"])
+def test_processor_that_keeps_the_order_uses_shared_memory(
+    processor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: processor)
     assert shared_memory.find_machine()
     assert shared_memory.find_machine() == shared_memory.find_machine()

@@ -11,8 +11,12 @@ every message. A receiver that waits sleeps on the socket.
 
 Slots are in *arenas*, files in memory; a new arena comes with the first packet that names it.
 Each has as many slots as are in use already, so there are few, however many messages are under
-way; and at most twice the memory that the messages need. The count of messages taken is a plain
-store behind the copy, which is enough where stores are seen in order, as on x86.
+way; and at most twice the memory that the messages need.
+
+Memory order: a message is announced by a system call, which orders what was written before it. The
+count of messages taken is a plain store after the copy, with no barrier. On x86-64 no store
+overtakes an earlier load, so a sender that sees the count may overwrite the slot. Other processors,
+such as ARM, promise no such order; there `find_machine` returns nothing, and gloo is used.
 """
 
 import contextlib
@@ -20,6 +24,7 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 import select
 import socket
 import struct
@@ -37,6 +42,8 @@ _NUMBER = struct.Struct("=q")
 _HEAD_BYTES = mmap.PAGESIZE
 """At the head of the first arena: how many messages have been taken."""
 _LONGEST_SLEEP_S = 3600.0
+_ORDERED_PROCESSORS = ("x86_64", "amd64")
+"""Values of `platform.machine()`, in lower case, where no store overtakes an earlier load."""
 
 
 class _Packet(NamedTuple):
@@ -291,8 +298,12 @@ def connect(name: bytes, rank: int, timeout_s: float) -> socket.socket:
 
 
 def find_machine() -> str:
-    """What processes have in common that can reach each other this way; empty if none can."""
-    if not hasattr(os, "memfd_create"):
+    """Return what processes must have in common to reach each other this way; empty if none can.
+
+    It is empty on processors that may let a store overtake an earlier load, for the reason given
+    at the top of this file.
+    """
+    if platform.machine().lower() not in _ORDERED_PROCESSORS or not hasattr(os, "memfd_create"):
         return ""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
