@@ -1,5 +1,6 @@
 """Ranks as threads of one process: same run every time, failures that reach all, no hangs."""
 
+import itertools
 import re
 import threading
 
@@ -10,10 +11,19 @@ from hypothesis import strategies as st
 
 from fuzzing import examples
 from penstock import CommError, LocalGroup, StageError, local_ranks
+from penstock.comm import AbstractComm
+from penstock.comm.channels import both_ways
 
 
 def _waiting_for(text: str):  # type: ignore[no-untyped-def]
     return lambda: text
+
+
+def _connect(group: LocalGroup) -> AbstractComm:
+    """Connect with all channels open."""
+    comm = group.connect()
+    comm.open(both_ways(itertools.combinations(range(group.num_ranks), 2)))
+    return comm
 
 
 def test_results_come_in_the_order_of_the_ranks() -> None:
@@ -37,7 +47,7 @@ def test_a_number_of_ranks_that_cannot_be_is_rejected(num_ranks: object) -> None
 
 def _pass_around(group: LocalGroup, seen: list[tuple[int, int]]) -> list[float]:
     """Three times around the ring, and a gather in between."""
-    comm = group.connect()
+    comm = _connect(group)
     received = []
     for turn in range(3):
         seen.append((group.rank, turn))
@@ -66,7 +76,7 @@ def test_one_rank_runs_at_a_time() -> None:
     running: list[int] = []
 
     def main(group: LocalGroup) -> None:
-        comm = group.connect()
+        comm = _connect(group)
         for _ in range(20):
             running.append(group.rank)
             assert [group.rank] == running
@@ -86,7 +96,7 @@ def test_no_thread_outlives_the_ranks() -> None:
 
 def test_messages_of_a_channel_stay_in_order_whether_sent_or_posted_first() -> None:
     def main(group: LocalGroup) -> list[float]:
-        comm = group.connect()
+        comm = _connect(group)
         if group.rank == 0:
             for number in range(3):  # Nothing is posted yet.
                 comm.send(torch.tensor([float(number)]), 1)
@@ -108,7 +118,7 @@ def test_messages_of_a_channel_stay_in_order_whether_sent_or_posted_first() -> N
 
 def test_channels_do_not_wait_for_each_other() -> None:
     def main(group: LocalGroup) -> list[float]:
-        comm = group.connect()
+        comm = _connect(group)
         if group.rank < 2:
             comm.send(torch.tensor([float(group.rank)]), 2)
             return []
@@ -124,18 +134,19 @@ def test_channels_do_not_wait_for_each_other() -> None:
 @pytest.mark.fuzz
 @examples(40, long=2000)
 @given(
-    scripts=st.lists(st.lists(st.integers(0, 2), max_size=8), min_size=3, max_size=3),
+    scripts=st.lists(st.lists(st.integers(1, 2), max_size=8), min_size=3, max_size=3),
     ahead=st.integers(0, 4),
 )
 def test_random_traffic_arrives_in_order(scripts: list[list[int]], ahead: int) -> None:
-    """Each rank sends to the ranks of its script, then takes what comes, posting `ahead`."""
+    """Each rank sends so many ranks on, by its script, then takes what comes, posting `ahead`."""
 
     def main(group: LocalGroup) -> bool:
-        comm = group.connect()
-        for number, receiver in enumerate(scripts[group.rank]):
-            comm.send(torch.tensor([float(number)]), receiver)
-        for sender, script in enumerate(scripts):
-            expected = [number for number, to in enumerate(script) if to == group.rank]
+        comm = _connect(group)
+        for number, distance in enumerate(scripts[group.rank]):
+            comm.send(torch.tensor([float(number)]), (group.rank + distance) % 3)
+        for sender in {0, 1, 2} - {group.rank}:
+            distance = (group.rank - sender) % 3
+            expected = [number for number, by in enumerate(scripts[sender]) if by == distance]
             buffers = [torch.empty(1) for _ in expected]
             posted = []
             for place in range(len(expected)):
@@ -152,7 +163,7 @@ def test_a_message_is_as_it_was_when_it_was_received() -> None:
     """A receiver may change what it got: the sender's tensor is another one."""
 
     def main(group: LocalGroup) -> list[float]:
-        comm = group.connect()
+        comm = _connect(group)
         tensor = torch.ones(2)
         if group.rank == 0:
             comm.send(tensor, 1)
@@ -168,7 +179,7 @@ def test_a_message_is_as_it_was_when_it_was_received() -> None:
 
 def test_gather_gives_every_value_to_every_rank_again_and_again() -> None:
     def main(group: LocalGroup) -> list[list[int]]:
-        comm = group.connect()
+        comm = _connect(group)
         return [comm.gather(group.rank * factor) for factor in (1, 10, 100)]
 
     expected = [[0, 1, 2], [0, 10, 20], [0, 100, 200]]
@@ -194,7 +205,7 @@ def test_an_exception_is_raised_as_it_is_and_the_other_ranks_are_told(culprit: i
     told: dict[int, str] = {}
 
     def main(group: LocalGroup) -> None:
-        comm = group.connect()
+        comm = _connect(group)
         comm.gather(None)
         if group.rank == culprit:
             raise raised
@@ -217,7 +228,7 @@ def test_an_exception_is_raised_as_it_is_and_the_other_ranks_are_told(culprit: i
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_ends_all_ranks(kind: type[BaseException]) -> None:
     def main(group: LocalGroup) -> None:
-        comm = group.connect()
+        comm = _connect(group)
         if group.rank == 1:
             raise kind
         comm.gather(None)
@@ -228,11 +239,12 @@ def test_an_interrupt_ends_all_ranks(kind: type[BaseException]) -> None:
 
 def test_the_first_failure_is_the_one_that_is_told() -> None:
     def main(group: LocalGroup) -> None:
-        comm = group.connect()
+        comm = _connect(group)
         comm.gather(None)
         if group.rank < 2:
             comm.fail(f"trouble {group.rank}")
-        comm.recv(torch.empty(1), 0).wait(_waiting_for("peace"))
+        other = 1 if group.rank == 0 else 0
+        comm.recv(torch.empty(1), other).wait(_waiting_for("peace"))
 
     with pytest.raises(CommError, match=r"because rank 0 failed: trouble 0$"):
         local_ranks(3, main)
@@ -242,7 +254,7 @@ def test_a_rank_that_gave_up_can_still_end_well() -> None:
     """What a rank reports reaches those who wait, not itself."""
 
     def main(group: LocalGroup) -> str:
-        comm = group.connect()
+        comm = _connect(group)
         if group.rank == 0:
             comm.fail("I give up")
             return "ended"
@@ -261,7 +273,7 @@ def test_a_deadlock_is_told_at_once_with_what_each_rank_waits_for() -> None:
 
     def main(group: LocalGroup) -> None:
         other = 1 - group.rank
-        comm = group.connect()
+        comm = _connect(group)
         try:
             comm.recv(torch.empty(1), other).wait(_waiting_for(f"word of rank {other}"))
         except CommError as error:
@@ -299,7 +311,7 @@ def test_a_wait_that_is_over_does_not_fail_after_the_sender_did() -> None:
     """What was sent before the failure has arrived."""
 
     def main(group: LocalGroup) -> float:
-        comm = group.connect()
+        comm = _connect(group)
         if group.rank == 0:
             comm.send(torch.tensor([7.0]), 1)
             raise _Own

@@ -1,6 +1,6 @@
 """What travels for tied parameters: nothing without need, and what is said while it is awaited."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ from torch import Tensor
 from local_steps import FOUR_STAGES, NUM_STAGES
 from penstock import CommError, LocalGroup, Pipeline, PipelineStage, local_ranks
 from penstock.comm import AbstractComm, Transfer
+from penstock.comm.channels import both_ways
+from penstock.ir.inputs import Channel
 from penstock.runtime.tied import TiedGrads, Ties
 from stage_training import CPU
 from tied_models import TiedStage, loss_fn, tied_batch, tied_stage, tied_stages
@@ -27,6 +29,9 @@ class CountingComm(AbstractComm):
 
     def gather(self, value: Any) -> list[Any]:
         return self._comm.gather(value)
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        self._comm.open(channels)
 
     def send(self, tensor: Tensor, receiver: int) -> Transfer:
         self.num_sent += 1
@@ -83,6 +88,7 @@ def test_name_that_only_one_stage_holds_needs_no_message() -> None:
 def test_wait_for_a_gradient_says_for_which_and_from_whom() -> None:
     def main(group: LocalGroup) -> None:
         comm = group.connect()
+        comm.open(both_ways([(0, 1)]))
         if group.rank == 1:  # Announces a gradient, and sends none.
             comm.send(torch.ones(1, dtype=torch.uint8), 0)
             return

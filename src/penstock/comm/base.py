@@ -1,13 +1,14 @@
 """What the runtime asks of any way to reach other ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from penstock.errors import AgreementError
 from penstock.ir import Rank
+from penstock.ir.inputs import Channel
 
 BEGINNING = "to begin a first step with the same pipeline"
 
@@ -26,8 +27,8 @@ class AbstractComm(ABC):
     """One rank's ends of all channels.
 
     There is a channel for each ordered pair of ranks. Its messages stay in order, and are
-    ordered against nothing else. Whoever sends or receives a tensor keeps it until the
-    transfer has been waited for.
+    ordered against nothing else. It must be opened before its first message. Whoever sends or
+    receives a tensor keeps it until the transfer has been waited for.
     """
 
     rank: Rank
@@ -41,12 +42,20 @@ class AbstractComm(ABC):
         """
 
     @abstractmethod
+    def open(self, channels: Iterable[Channel]) -> None:
+        """Connect these channels, unless they are already; waits for the other ends.
+
+        All ranks must call it, and both ends of a channel must name it. Channels of other ranks
+        may be among them, and are left to those.
+        """
+
+    @abstractmethod
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
-        """Send a contiguous tensor; does not wait."""
+        """Send a contiguous tensor; does not wait. Raises if the channel is not open."""
 
     @abstractmethod
     def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
-        """Post the receive of the channel's next message into `tensor`; does not wait."""
+        """Post the receive of the channel's next message into `tensor`; otherwise as `send`."""
 
     @abstractmethod
     def fail(self, report: str) -> None:
@@ -69,6 +78,13 @@ class Work(Protocol):
 
 class AbstractLink(ABC):
     """This process's end of both channels between it and another one."""
+
+    @abstractmethod
+    def connect(self, channel: Channel, timeout_s: float) -> None:
+        """Make one of the two ready for messages, if the medium needs that; raises as `wait`.
+
+        The other process must call it too, and may be waited for.
+        """
 
     @abstractmethod
     def send(self, tensor: Tensor) -> Work:

@@ -1,6 +1,7 @@
 """Links that torch.distributed carries: gloo between machines, NCCL between CUDA devices."""
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed import distributed_c10d
 
 from penstock.comm.base import AbstractLink, Work
 from penstock.ir import Rank
+from penstock.ir.inputs import Channel
 
 _TAG = 0
 _TAG_OF_NO_MESSAGE = 1
@@ -25,6 +27,9 @@ class GlooLink(AbstractLink):
     def __init__(self, group: Any, other: Rank) -> None:
         self._group = group  # torch's types do not say that it can send and receive.
         self._other = other
+
+    def connect(self, channel: Channel, timeout_s: float) -> None:
+        """The group connected all of its ranks when it was made."""
 
     def send(self, tensor: Tensor) -> Work:
         return _GlooWork(self._group.send([tensor], self._other, _TAG))
@@ -54,37 +59,64 @@ class _GlooWork:
 
 
 class NcclLink(AbstractLink):
-    """Has a group for each direction.
+    """Has a group for each channel that is connected.
 
     NCCL runs all that two ranks exchange in a group on one stream, where a send would wait for
-    the receive before it.
+    the receive before it. `make_pair` makes this rank's end of a channel's group, in which the
+    sender is rank 0 and the receiver is rank 1.
     """
 
     def __init__(
-        self, store: distributed_c10d.Store, rank: Rank, other: Rank, timeout_s: float
+        self, rank: Rank, other: Rank, device: torch.device, make_pair: Callable[[Channel], Any]
     ) -> None:
-        self._there = _nccl_pair(store, sender=rank, receiver=other, rank=rank, timeout_s=timeout_s)
-        self._back = _nccl_pair(store, sender=other, receiver=rank, rank=rank, timeout_s=timeout_s)
+        self._there, self._back = Channel(rank, other), Channel(other, rank)
+        self._device = device
+        self._make_pair = make_pair
+        self._groups: dict[Channel, Any] = {}
+
+    def connect(self, channel: Channel, timeout_s: float) -> None:
+        """By a first message, as a group makes its communicator when it is first used."""
+        self._groups[channel] = self._make_pair(channel)
+        tensor = torch.zeros(1, device=self._device)
+        work = self._send(tensor) if channel == self._there else self._recv(tensor)
+        work.wait(timedelta(seconds=timeout_s))  # With a timeout the host waits, not the stream.
 
     def send(self, tensor: Tensor) -> Work:
-        return _NcclWork(self._there.send([tensor], 1, _TAG))
+        return _NcclWork(self._send(tensor))
 
     def recv(self, tensor: Tensor) -> Work:
-        return _NcclWork(self._back.recv([tensor], 0, _TAG))
+        return _NcclWork(self._recv(tensor))
 
     def close(self) -> None:
-        self._there.abort()
-        self._back.abort()
+        for group in self._groups.values():
+            group.abort()
+
+    def _send(self, tensor: Tensor) -> distributed_c10d.Work:
+        work: distributed_c10d.Work = self._groups[self._there].send([tensor], 1, _TAG)
+        return work
+
+    def _recv(self, tensor: Tensor) -> distributed_c10d.Work:
+        work: distributed_c10d.Work = self._groups[self._back].recv([tensor], 0, _TAG)
+        return work
 
 
-def _nccl_pair(
-    store: distributed_c10d.Store, *, sender: Rank, receiver: Rank, rank: Rank, timeout_s: float
-) -> Any:
-    """A group of two: the sender is its rank 0, the receiver its rank 1."""
+def nccl_pair(store: distributed_c10d.Store, rank: Rank, timeout_s: float, channel: Channel) -> Any:
+    """Make this rank's end of the group of a channel, once the other end is about to do so too.
+
+    NCCL has no deadline while it makes a communicator, so the two meet by the store before.
+    """
+    sender, receiver = channel
+    prefix = distributed_c10d.PrefixStore(f"nccl from {sender} to {receiver}", store)
+    meet(prefix, rank, receiver if rank == sender else sender, timeout_s)
     options = distributed_c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    prefix = distributed_c10d.PrefixStore(f"nccl from {sender} to {receiver}", store)
     return distributed_c10d.ProcessGroupNCCL(prefix, 0 if rank == sender else 1, 2, options)
+
+
+def meet(store: distributed_c10d.Store, rank: Rank, other: Rank, timeout_s: float) -> None:
+    """Wait until the other rank calls this too; raises a RuntimeError if it does not in time."""
+    store.set(f"rank {rank} is here", "")
+    store.wait([f"rank {other} is here"], timedelta(seconds=timeout_s))
 
 
 class _NcclWork:

@@ -7,13 +7,14 @@ all of them are told at once, with no deadline to wait for.
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.comm.base import BEGINNING, AbstractComm, Describe, Transfer
+from penstock.comm.channels import OpenChannels
 from penstock.errors import CommError, StageError
 from penstock.ir import Rank
 from penstock.ir.inputs import Channel
@@ -190,6 +191,7 @@ class _LoopbackComm(AbstractComm):
         self._world = world
         self._line = world.next_line(rank)
         self._num_gathers = 0
+        self._channels = OpenChannels(rank)
 
     def gather(self, value: Any, what: str = BEGINNING) -> list[Any]:
         values = self._line.gathered[self._num_gathers]
@@ -203,12 +205,18 @@ class _LoopbackComm(AbstractComm):
         )
         return [values[rank] for rank in range(self.num_ranks)]
 
+    def open(self, channels: Iterable[Channel]) -> None:
+        # Mailboxes need no connection, but what is not opened would fail on other links.
+        self._channels.open(channels, connect=lambda channel: None)
+
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
+        self._channels.check(self.rank, receiver)
         # A copy, as between processes: the sender may change its own.
         self._line.mailboxes[Channel(self.rank, receiver)].put(tensor.clone())
         return _SENT
 
     def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
+        self._channels.check(sender, self.rank)
         posted = _Posted(self._world, self._line, self.rank, tensor)
         self._line.mailboxes[Channel(sender, self.rank)].post(posted)
         return posted

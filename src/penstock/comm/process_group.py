@@ -9,7 +9,9 @@ import contextlib
 import os
 import pickle
 import time
+from collections.abc import Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -28,7 +30,8 @@ from penstock.comm.base import (
     Work,
     check_agreement,
 )
-from penstock.comm.links import GlooLink, NcclLink
+from penstock.comm.channels import OpenChannels
+from penstock.comm.links import GlooLink, NcclLink, nccl_pair
 from penstock.comm.shared_memory import SharedMemoryLink
 from penstock.errors import (
     CommError,
@@ -37,6 +40,7 @@ from penstock.errors import (
     StageError,
 )
 from penstock.ir import Rank
+from penstock.ir.inputs import Channel
 
 _FAILURE = "failure"
 _GAVE_UP = "gave up"
@@ -66,6 +70,7 @@ class ProcessGroupComm(AbstractComm):
         self._gathered: list[str] = []
         self._is_open = True
         self._links: dict[Rank, AbstractLink] = {}
+        self._channels = OpenChannels(self.rank)
         try:
             self._open_links(device)
         except BaseException as exc:
@@ -110,13 +115,27 @@ class ProcessGroupComm(AbstractComm):
     def _put(self, key: str, value: Any) -> None:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes too
 
+    def open(self, channels: Iterable[Channel]) -> None:
+        self._channels.open(channels, self._connect)
+
+    def _connect(self, channel: Channel) -> None:
+        other = channel.receiver if channel.sender == self.rank else channel.sender
+        began_s = time.monotonic()
+        try:
+            self._links[other].connect(channel, self._timeout_s)
+        except (OSError, RuntimeError) as exc:
+            awaited = f"rank {other} to connect to rank {self.rank}"
+            raise self._explain(exc, awaited, time.monotonic() - began_s) from exc
+
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
+        self._channels.check(self.rank, receiver)
         try:
             return _LinkTransfer(self, self._links[receiver].send(tensor))
         except (OSError, RuntimeError) as exc:
             raise self._explain(exc, f"rank {receiver} to take a message", 0.0) from exc
 
     def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
+        self._channels.check(sender, self.rank)
         try:
             return _LinkTransfer(self, self._links[sender].recv(tensor))
         except (OSError, RuntimeError) as exc:
@@ -149,8 +168,7 @@ class ProcessGroupComm(AbstractComm):
         check_agreement([{"device": device_type} for device_type, _, _ in gathered])
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         if device.type == "cuda":
-            for other in others:
-                self._links[other] = NcclLink(self._store, self.rank, other, self._timeout_s)
+            self._open_nccl(device)
             return
         if listener is not None:
             names = {rank: gathered[rank][2] for rank in others if gathered[rank][1] == machine}
@@ -165,6 +183,13 @@ class ProcessGroupComm(AbstractComm):
             )
             for rank in others:
                 self._links.setdefault(rank, GlooLink(group, rank))
+
+    def _open_nccl(self, device: torch.device) -> None:
+        """Links to all ranks; their channels are connected when they are opened."""
+        make_pair = partial(nccl_pair, self._store, self.rank, self._timeout_s)
+        for other in range(self.num_ranks):
+            if other != self.rank:
+                self._links[other] = NcclLink(self.rank, other, device, make_pair)
 
     def _open_shared_memory(
         self, listener: shared_memory.Listener, names: dict[Rank, bytes]

@@ -36,6 +36,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from penstock.comm.base import AbstractLink, Work
+from penstock.ir.inputs import Channel
 
 _PACKET = struct.Struct("=qqq")
 _NUMBER = struct.Struct("=q")
@@ -77,6 +78,9 @@ class SharedMemoryLink(AbstractLink):
         self._arenas: list[_Arena] = []
         self._num_taken = 0
         self._posted: deque[_Posted] = deque()
+
+    def connect(self, channel: Channel, timeout_s: float) -> None:
+        """The socket carries both channels already."""
 
     def send(self, tensor: Tensor) -> Work:
         num_bytes = tensor.nbytes

@@ -6,6 +6,7 @@ import torch
 
 from penstock.comm import AbstractComm
 from penstock.ir import Rank
+from penstock.runtime.exchange import channels_of_rank_0
 
 _NUM_ROUNDS = 15
 
@@ -16,6 +17,7 @@ def seconds_ahead(comm: AbstractComm, device: torch.device) -> float:
     Rank 0 asks each rank for its time, again and again. In the quickest round the answer was given
     in the middle of it, but for half of what the round took: that bounds the error.
     """
+    comm.open(channels_of_rank_0(comm.num_ranks))
     if comm.rank == 0:
         for other in range(1, comm.num_ranks):
             _tell_ahead(comm, device, other)

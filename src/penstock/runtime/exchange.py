@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.comm import AbstractComm
+from penstock.comm.channels import both_ways
 from penstock.ir import Rank
+from penstock.ir.inputs import Channel
 
 Result = TypeVar("Result")
 
@@ -26,6 +28,7 @@ def decide(
 
     `what` is what they wait for, if anyone has to be told.
     """
+    comm.open(channels_of_rank_0(comm.num_ranks))
     others = range(1, comm.num_ranks)
     if comm.rank > 0:
         send_value(comm, device, 0, value, what)
@@ -36,6 +39,11 @@ def decide(
     for rank in others:
         send_value(comm, device, rank, chosen, what)
     return chosen
+
+
+def channels_of_rank_0(num_ranks: int) -> set[Channel]:
+    """Return the channels between rank 0 and each other rank."""
+    return both_ways((0, rank) for rank in range(1, num_ranks))
 
 
 def send_value(

@@ -35,7 +35,7 @@ from penstock.runtime.pilot import AbstractPilot, gathered_placement
 from penstock.runtime.program import Program, forward_only, make_program, split_stages
 from penstock.runtime.recorded_block import active_run
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.routes import Key, RankSkips, Skip, check_skips
+from penstock.runtime.routes import Key, RankSkips, Skip, check_skips, used_channels
 from penstock.runtime.shares import (
     LossWeight,
     Shares,
@@ -507,6 +507,10 @@ class Pipeline(Sealed):
         self._is_dynamic = any(dynamic)
         self._ties = tie(
             self._comm.rank, list(claims), is_one_process=isinstance(group, LocalGroup)
+        )
+        all_skips = {skip for known in skips for skip in known.all}
+        self._comm.open(
+            used_channels(self.schedule, all_skips) | self._ties.channels_of(self._comm.rank)
         )
 
     def _describe_schedule(self) -> str:

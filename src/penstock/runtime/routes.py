@@ -8,8 +8,10 @@ what. It is sent as soon as it is made, and is one more in the order of its chan
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
+from penstock.comm.channels import both_ways
 from penstock.errors import AgreementError
 from penstock.ir import Action, Forward, Rank, Schedule, StageId
 from penstock.ir.action import URGENT_BACKWARD_TYPES
@@ -115,6 +117,15 @@ class RankSkips:
     @property
     def all(self) -> set[Skip]:
         return {*self.sent, *self.taken}
+
+
+def used_channels(schedule: Schedule, skips: Iterable[Skip]) -> set[Channel]:
+    """Return the channels of all messages between stages: neighbours, and the ends of skips."""
+    ranks = schedule.placement.ranks
+    edges = [*pairwise(ranks), *((ranks[s], ranks[t]) for s, t in skips)]
+    if schedule.has_backward:
+        return both_ways(edges)
+    return {Channel(*edge) for edge in edges if edge[0] != edge[1]}
 
 
 def check_skips(given: Sequence[RankSkips], ranks: Sequence[Rank]) -> None:

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from penstock.backward.structure import describe
 from penstock.comm import AbstractComm, Describe, Transfer
+from penstock.comm.channels import both_ways
 from penstock.errors import AgreementError, StageError
 from penstock.ir import Rank, StageId
+from penstock.ir.inputs import Channel
 from penstock.runtime.messages import as_sent
 from penstock.stage import PipelineStage
 
@@ -52,6 +54,10 @@ class Ties:
     """By rank, but for this one: the names that both hold, in order."""
     stages: frozenset[StageId]
     """The stages of this rank that hold a copy."""
+
+    def channels_of(self, rank: Rank) -> set[Channel]:
+        """Return the channels by which `rank`, whose ties these are, exchanges gradients."""
+        return both_ways((rank, other) for other in self.shared_with)
 
 
 def claim(stages: Mapping[StageId, PipelineStage]) -> list[Claim]:

@@ -15,6 +15,7 @@ from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agre
 from penstock.comm.base import Transfer
 from penstock.errors import OptionError
 from penstock.ir import Rank, Schedule
+from penstock.ir.inputs import Channel
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S, Pipeline
 from penstock.sim.recording import Recording
 from penstock.stage import Group, PipelineStage
@@ -200,6 +201,8 @@ class _LossLine:
     def __init__(self, comm: AbstractComm, source: Rank, device: torch.device) -> None:
         self._comm, self._source, self._device = comm, source, device
         self._sent: list[tuple[Transfer, Tensor]] = []
+        if source != 0:
+            comm.open([Channel(source, 0)])
 
     def tell(self, step: int, losses: list[Tensor]) -> float:
         """The loss, as far as this rank knows it."""
