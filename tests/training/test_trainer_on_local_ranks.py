@@ -1,5 +1,6 @@
 import shutil
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,16 @@ from typing import Any
 import pytest
 from small_runs import MODEL, PLAIN, TEXT, losses, run, saved_in
 
+from nccl_stand_in import Pairs, use_stand_in
 from penstock.comm import LocalGroup, local_ranks
+from penstock.comm.channels import both_ways
 from penstock.errors import AgreementError, OptionError
+from penstock.ir.inputs import Channel
 from penstock.sim.recording import Recording
 from penstock.training.saved import check_same, find_latest, kept_from_others
 from penstock.training.settings import GptConfig
 from penstock.training.text import Text
-from penstock.training.trainer import train
+from penstock.training.trainer import Trained, train
 
 # A full backward and its two halves round differently in their products: a few bits of a loss.
 ROUNDING = 1e-5
@@ -172,3 +176,17 @@ def test_second_training_in_one_folder_at_once_is_rejected(tmp_path: Path) -> No
     ):
         run(checkpoint=str(folder))
     assert 4 == len(run(checkpoint=str(folder)).steps)
+
+
+def test_trainer_opens_the_channels_that_it_uses() -> None:
+    """The loss goes by a channel of its own from the last stage's rank to rank 0."""
+    lines: defaultdict[int, Pairs] = defaultdict(dict)
+    config = replace(PLAIN, num_ranks=3, schedule="1F1B", steps=2)
+
+    def main(group: LocalGroup) -> Trained:
+        use_stand_in(group, lines)
+        return train(config, TEXT, group=group)
+
+    trained = local_ranks(3, main)[0]
+    assert 2 == len(trained.steps)
+    assert [{Channel(2, 0)}, both_ways([(0, 1), (1, 2)])] == [set(lines[0]), set(lines[1])]

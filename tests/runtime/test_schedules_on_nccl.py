@@ -1,0 +1,122 @@
+"""Every schedule over a stand-in for NCCL, whose communicators block at their first use."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from bare_steps import run_bare_steps
+from fuzzing import IS_LONG
+from nccl_stand_in import Pairs, StandInComm
+from penstock import CommError, LocalGroup, Schedule, local_ranks, schedules
+from penstock.comm.links import NcclLink
+from penstock.ir.inputs import Channel
+from penstock.runtime.program import forward_only
+from penstock.runtime.routes import used_channels
+from penstock.schedules.registry import REGISTRY
+from shapes import make, shapes
+
+RANKS = range(1, 9)
+# Fewer than there are ranks, as many, twice as many, and numbers that they do not divide.
+MICROBATCHES = range(1, 17) if IS_LONG else (1, 2, 5, 8, 16)
+STAGES_PER_RANK = (1, 2, 3) if IS_LONG else (2,)
+GRID = [
+    pytest.param(generator, p, id=f"{generator.name}-p{p}") for generator in REGISTRY for p in RANKS
+]
+Open = Callable[[StandInComm, Iterable[Channel]], None]
+
+
+def open_as_one(comm: StandInComm, channels: Iterable[Channel]) -> None:
+    comm.open(channels)
+
+
+def open_sends_first(comm: StandInComm, channels: Iterable[Channel]) -> None:
+    """A mutant: each rank has an order of its own."""
+    for channel in sorted(channels, key=lambda channel: (channel.sender != comm.rank, channel)):
+        comm.open([channel])
+
+
+def run(schedule: Schedule, open_channels: Open = open_as_one) -> list[int]:
+    """Run steps of all ranks; returns how many communicators each has made."""
+    pairs: Pairs = {}
+
+    def main(group: LocalGroup) -> int:
+        comm = StandInComm(group, pairs)
+        open_channels(comm, used_channels(schedule, ()))
+        run_bare_steps(comm, schedule)
+        return len(comm.ends)
+
+    return local_ranks(schedule.num_ranks, main)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("generator", "p"), GRID)
+def test_steps_and_evaluations_end(generator: schedules.Generator, p: int) -> None:
+    grid = shapes(generator, ranks=(p,), microbatches=MICROBATCHES, stages_per_rank=STAGES_PER_RANK)
+    for shape in grid:
+        run(make(generator, shape))
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_channels_are_those_that_messages_take(name: str) -> None:
+    """None is missing, or a message would be refused; and none is there in vain."""
+    schedule = schedules.get(name)(num_ranks=4, num_microbatches=8)
+    for orders in (schedule, forward_only(schedule)):
+        used: Pairs = {}
+
+        def main(group: LocalGroup, orders: Schedule = orders, used: Pairs = used) -> None:
+            comm = StandInComm(group, used)
+            comm.open(used_channels(orders, ()))
+            run_bare_steps(comm, orders)
+
+        local_ranks(4, main)
+        assert used.keys() == used_channels(orders, ())
+        assert all(pair.num_delivered > 1 for pair in used.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("1F1B", [2, *[4] * 62, 2]), ("ZB-V", [2, *[4] * 62, 2]), ("Interleaved1F1B", [4] * 64)],
+)
+def test_rank_among_many_has_communicators_for_its_neighbours_only(
+    name: str, expected: list[int]
+) -> None:
+    """Two for each neighbour; in a loop the first and the last rank are neighbours too."""
+    schedule = schedules.get(name)(num_ranks=64, num_microbatches=2)
+    pairs: Pairs = {}
+
+    def main(group: LocalGroup) -> int:
+        comm = StandInComm(group, pairs)
+        comm.open(used_channels(schedule, ()))
+        return len(comm.ends)
+
+    assert expected == local_ranks(64, main)
+
+
+def test_stage_that_never_runs_backward_has_no_way_back() -> None:
+    schedule = schedules.get("ForwardOnly")(num_ranks=4, num_microbatches=4)
+    assert [1, 2, 2, 1] == run(schedule)
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZB-V"])
+def test_ranks_that_open_in_orders_of_their_own_are_found_out(name: str) -> None:
+    schedule = schedules.get(name)(num_ranks=4, num_microbatches=8)
+    with pytest.raises(CommError, match="no rank can go on: rank 0 waits for a first use of 0 to"):
+        run(schedule, open_sends_first)
+
+
+def test_channels_that_connect_at_their_first_message_are_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups used to connect at their first message: rank 0 waited for rank 2 to take its first
+    gradient, rank 2 for an activation of rank 1, and rank 1 for one of rank 0."""
+
+    def make_group(self: NcclLink, channel: Channel, timeout_s: float) -> None:
+        self._groups[channel] = self._make_pair(channel)
+
+    monkeypatch.setattr(NcclLink, "connect", make_group)
+    run(schedules.get("1F1B")(num_ranks=3, num_microbatches=5))  # Not every schedule shows it.
+    schedule = schedules.get("InterleavedZeroBubble")(num_ranks=3, num_microbatches=5)
+    with pytest.raises(
+        CommError, match="no rank can go on: rank 0 waits for a first use of 0 to 2"
+    ):
+        run(schedule)
