@@ -16,6 +16,7 @@ from penstock.backward import ForwardPass, SplitEngine, stage_backward
 from penstock.backward.structure import describe, tensors_in
 from penstock.backward.wrappers import Wrapper, find_wrapper, is_compiled, outline
 from penstock.comm import LocalGroup
+from penstock.comm.pending import values_of
 from penstock.errors import PipeliningShapeError, StageError
 from penstock.ir import MicrobatchId, StageId
 from penstock.sealed import Sealed
@@ -337,7 +338,7 @@ def do_nothing() -> None:
 
 def stand_in_for(tensor: Tensor) -> Tensor:
     """A leaf with the same values, at which a graph ends."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    return values_of(tensor).requires_grad_(tensor.requires_grad)
 
 
 def _zeros(outputs: Sequence[Any]) -> list[Tensor | None]:

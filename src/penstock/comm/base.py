@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from penstock.errors import AgreementError
@@ -97,6 +98,11 @@ class AbstractLink(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wake up the other process if it waits for this one, and let it wait no more."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, for what can copy bytes but not tensors of its dtype."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def check_agreement(values: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from penstock.comm.base import AbstractLink, Work
+from penstock.comm.base import AbstractLink, Work, as_bytes
 from penstock.ir import Rank
 from penstock.ir.inputs import Channel
 
@@ -62,8 +62,8 @@ class NcclLink(AbstractLink):
     """Has a group for each channel that is connected.
 
     NCCL runs all that two ranks exchange in a group on one stream, where a send would wait for
-    the receive before it. `make_pair` makes this rank's end of a channel's group, in which the
-    sender is rank 0 and the receiver is rank 1.
+    the receive before it. It knows few dtypes, so it is given bytes. `make_pair` makes this rank's
+    end of a channel's group, in which the sender is rank 0 and the receiver is rank 1.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class NcclLink(AbstractLink):
         work.wait(timedelta(seconds=timeout_s))  # With a timeout the host waits, not the stream.
 
     def send(self, tensor: Tensor) -> Work:
-        return _NcclWork(self._send(tensor))
+        return _NcclWork(self._send(as_bytes(tensor)))
 
     def recv(self, tensor: Tensor) -> Work:
-        return _NcclWork(self._recv(tensor))
+        return _NcclWork(self._recv(as_bytes(tensor)))
 
     def close(self) -> None:
         for group in self._groups.values():

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.comm.base import BEGINNING, AbstractComm, Describe, Transfer
+from penstock.comm.base import BEGINNING, AbstractComm, Describe, Transfer, as_bytes
 from penstock.comm.channels import OpenChannels
 from penstock.errors import CommError, StageError
 from penstock.ir import Rank
@@ -212,7 +212,9 @@ class _LoopbackComm(AbstractComm):
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
         self._channels.check(self.rank, receiver)
         # A copy, as between processes: the sender may change its own.
-        self._line.mailboxes[Channel(self.rank, receiver)].put(tensor.clone())
+        copy = torch.empty_like(tensor)
+        as_bytes(copy).copy_(as_bytes(tensor))
+        self._line.mailboxes[Channel(self.rank, receiver)].put(copy)
         return _SENT
 
     def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
@@ -270,5 +272,5 @@ class _Mailbox:
             # As strict as a real link: copy_ would broadcast and convert.
             assert (sent.shape, sent.dtype) == (posted.tensor.shape, posted.tensor.dtype)
             with torch.no_grad():
-                posted.tensor.copy_(sent)
+                as_bytes(posted.tensor).copy_(as_bytes(sent))
             posted.tensor = None

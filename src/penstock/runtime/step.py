@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.comm.pending import values_of, waited
 from penstock.errors import StageError
 from penstock.ir import (
     Action,
@@ -276,7 +277,7 @@ class Step:
             with self._watching(stage, outputs):
                 loss = self._compute_loss(mb, outputs)
         if self.keeps_outputs:
-            self.outputs[mb] = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
+            self.outputs[mb] = pytree.tree_map_only(Tensor, values_of, outputs)
         return loss, []
 
     def _send_afar(self, task: Task, messages: list[Message]) -> None:
@@ -298,7 +299,7 @@ class Step:
                 if target is None:
                     exc.add_note("no target was given on this rank, which holds the last stage")
                 raise
-        self.losses[mb] = loss
+        self.losses[mb] = waited(loss)
         if not self.has_backward:
             return None
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -350,8 +351,8 @@ class Step:
             stage.expect_last_grads()
         grads, pending = self._differentiate(task, stage, mb, flight)
         if flight.loss is not None:
-            self.losses[mb] = flight.loss.detach()  # Its graph would keep the stage's inputs.
-        found = {id(x): g for x, g in zip(flight.stage_pass.inputs, grads, strict=True)}
+            self.losses[mb] = values_of(flight.loss)  # Its graph would keep the stage's inputs.
+        found = {id(x): waited(g) for x, g in zip(flight.stage_pass.inputs, grads, strict=True)}
         for tensor, stand_in in flight.outside:
             if (grad := found.get(id(stand_in))) is not None:
                 self._outside_grads.append((tensor, grad))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from penstock.backward.structure import describe
 from penstock.comm import AbstractComm, Describe, Transfer
 from penstock.comm.channels import both_ways
+from penstock.comm.pending import waited
 from penstock.errors import AgreementError, StageError
 from penstock.ir import Rank, StageId
 from penstock.ir.inputs import Channel
@@ -175,7 +176,11 @@ class TiedGrads:
     def _send(self, own: dict[str, Tensor | None]) -> list[tuple[Transfer, Describe, Tensor]]:
         """[3] To each rank: which gradients there are, and those. Tensors are kept meanwhile."""
         sent: list[tuple[Transfer, Describe, Tensor]] = []
-        ready = {name: as_sent(grad) for name, grad in own.items() if grad is not None}
+        ready = {
+            name: as_sent(grad, self._device, f"the gradient of tied parameter {name!r}")
+            for name, grad in own.items()
+            if grad is not None
+        }
         for rank, names in self._ties.shared_with.items():
             flags = torch.tensor([name in ready for name in names], dtype=torch.uint8)
             flags = flags.to(self._device)
@@ -223,7 +228,7 @@ class _Copy:
 
     def contribution(self) -> Tensor | None:
         """What this step has added, dense."""
-        grad = self.param.grad
+        grad = waited(self.param.grad)
         return None if grad is None else grad.to_dense()
 
     def empty(self, device: torch.device) -> Tensor:
@@ -236,7 +241,7 @@ class _Copy:
             self.param.grad = self.aside
             return
         value = total if self.aside is None else self.aside.to_dense() + total
-        home = self.param.grad if self.aside is None else self.aside
+        home = waited(self.param.grad if self.aside is None else self.aside)
         if home is None or home.layout is not torch.strided:
             home = torch.empty_like(self.param, dtype=value.dtype)
         # The total may be this copy's own gradient, which stays as it is: others are to get it.

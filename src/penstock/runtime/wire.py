@@ -16,6 +16,7 @@ from penstock.runtime.messages import Form, as_sent, pickle_form
 from penstock.runtime.meter import Meter
 from penstock.runtime.program import Program
 from penstock.runtime.routes import Key
+from penstock.runtime.sendable import check_mode
 
 # How many messages of a channel are posted while one is waited for, that one included: the next
 # can come while the rank computes.
@@ -33,6 +34,7 @@ class Wire:
         forms: dict[Key, Form],
         meter: Meter | None = None,
     ) -> None:
+        check_mode(device)
         self._comm = comm
         self._program = program
         self._routes = program.routes
@@ -45,24 +47,29 @@ class Wire:
             self._post_ahead(sender, inbox)
 
     def send(self, key: Key, leaves: list[Any], structure: pytree.TreeSpec) -> None:
-        """Send a message; raises before anything is sent if it is not as in the first step."""
+        """Send a message; raises before anything of it is sent if it cannot be sent as it is."""
         receiver = self._routes.channel(key).receiver
         outbox = self._outboxes.setdefault(receiver, _Outbox())
         outbox.num_sent += 1
         form = self._forms.get(key)
-        if form is None:
-            self._check_dense(key, leaves)
+        if form is not None and self._routes.answered(key) is not None:
+            leaves = form.filled(leaves, self._device)
+        place = self._place(key)
+        # All of them before any is sent: the receiver is not left with a part of a message.
+        ready = [
+            as_sent(leaf, self._device, place, number)
+            for number, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor)
+        ]
+        if form is not None:
+            form.check(place, leaves, structure)
+        else:
             form = Form.of(leaves, structure)
             if not self._is_void(key):
                 form = self._send_form(key, form, outbox, receiver)
             self._forms[key] = form
-        else:
-            if self._routes.answered(key) is not None:
-                leaves = form.filled(leaves, self._device)
-            form.check(self._place(key), leaves, structure)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                self._send_tensor(key, as_sent(leaf), outbox, receiver)
+        for tensor in ready:
+            self._send_tensor(key, tensor, outbox, receiver)
 
     def receive(self, key: Key) -> tuple[Form, list[Tensor]]:
         """Wait for a message; returns its form and its tensors."""
@@ -88,15 +95,6 @@ class Wire:
         while outbox and outbox.sent and outbox.sent[0][0] <= num_received:
             _, key, _, transfer = outbox.sent.popleft()
             transfer.wait(partial(self._describe_send, key))
-
-    def _check_dense(self, key: Key, leaves: list[Any]) -> None:
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
-                raise StageError(
-                    f"{self._place(key)} {number} is of layout {leaf.layout} on {leaf.device}, "
-                    "which cannot be sent. Expected a dense tensor with values: convert it in the "
-                    "stage, with to_dense() say."
-                )
 
     def _send_form(self, key: Key, form: Form, outbox: "_Outbox", receiver: Rank) -> Form:
         """Returns the form as the receiver has it: the stage may change values of its own."""

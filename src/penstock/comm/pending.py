@@ -1,0 +1,29 @@
+"""Tensors that a collective is still filling, as the layers of tensor parallelism return them.
+
+`RowwiseParallel` and its like return an `AsyncCollectiveTensor`, which waits at its first use in
+an operation of torch. It has no memory of its own, so code that reads memory must wait for it.
+"""
+
+from typing import TypeVar, cast
+
+from torch import Tensor, nn
+
+Value = TypeVar("Value")
+
+PLAIN_TYPES = (Tensor, nn.Parameter)
+"""The classes whose values are all that there is to them."""
+
+
+def waited(value: Value) -> Value:
+    """Wait for a tensor that a collective is filling; anything else is returned as it is."""
+    if type(value) in PLAIN_TYPES or not isinstance(value, Tensor):
+        return value
+    # Late: it takes a while to load, and whoever has such a tensor has loaded it.
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return cast(Value, value.wait()) if isinstance(value, AsyncCollectiveTensor) else value
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """A tensor without its graph, and without a collective that it has to wait for."""
+    return waited(tensor.detach())

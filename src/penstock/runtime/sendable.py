@@ -1,0 +1,108 @@
+"""Which tensors can be sent: those whose memory holds all that there is to know of them.
+
+A link copies memory, and the receiver makes a plain tensor of it. Anything else would crash the
+process (no memory to read), or arrive as something else (a subclass, a layout, a scale).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.comm.pending import PLAIN_TYPES
+from penstock.errors import StageError
+
+
+class Fault(NamedTuple):
+    """Why a tensor cannot be sent."""
+
+    what: str
+    """Completes the sentence "it is ..."."""
+    remedy: str
+    """What to do in the stage that returns it."""
+
+
+def find_fault(tensor: Tensor, device: torch.device) -> Fault | None:
+    """Return why `tensor` cannot be sent from a stage on `device`; None if it can.
+
+    Takes about a microsecond where nothing is wrong, so it can be asked of every tensor.
+    """
+    if (
+        type(tensor) in PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and _is_on(device, tensor.device)
+        and not tensor.is_nested
+        and not tensor.is_quantized
+    ):
+        return None if _has_memory(tensor) else _explain_memory(tensor)
+    return _explain(tensor, device)
+
+
+def check_mode(device: torch.device) -> None:
+    """Raises where torch makes no plain tensors, so that there is nothing to receive into."""
+    made = type(torch.empty(0, device=device))
+    if made is not Tensor:
+        raise StageError(
+            f"a step was begun where torch makes a {made.__name__} of every new tensor, so "
+            "nothing can be received. Expected plain tensors: leave the mode, such as "
+            "FakeTensorMode, before the step."
+        )
+
+
+def _is_on(device: torch.device, found: torch.device) -> bool:
+    """A device without an index, such as "cuda", stands for any of its kind."""
+    if found.type != device.type or found.type == "meta":
+        return False
+    return device.index is None or found.index is None or found.index == device.index
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether there is memory for all of its values: it may have been freed, or never been."""
+    num_bytes = tensor.nbytes
+    if num_bytes == 0:
+        return True
+    try:
+        if tensor.data_ptr() == 0:
+            return False
+    except RuntimeError:  # So a tensor that a transform of torch.func has wrapped says.
+        return False
+    if not tensor.is_contiguous():
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        num_bytes = (1 + sum((size - 1) * step for size, step in strides)) * tensor.itemsize
+    end = tensor.storage_offset() * tensor.itemsize + num_bytes
+    return end <= tensor.untyped_storage().nbytes()
+
+
+def _explain_memory(tensor: Tensor) -> Fault:
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return Fault(
+            "a tensor inside a transform of torch.func (vmap, grad)",
+            "return what the transform returns, not what it computes with",
+        )
+    if torch._is_functional_tensor(tensor):
+        return Fault("a functional tensor, as tracing makes them", "run the stage, do not trace it")
+    return Fault(
+        "a tensor whose memory has been freed (its storage has been resized)",
+        "return a tensor that has its values, or a clone() made before they were freed",
+    )
+
+
+def _explain(tensor: Tensor, device: torch.device) -> Fault:
+    kind = type(tensor)
+    if tensor.is_nested:
+        name = kind.__name__ if kind is not Tensor else f"nested tensor of layout {tensor.layout}"
+        return Fault(f"a {name}", "return its values and offsets, or a padded tensor")
+    if kind.__name__ == "DTensor":
+        return Fault("a DTensor", "return its local part, to_local(), or all of it, full_tensor()")
+    if kind not in PLAIN_TYPES:
+        return Fault(
+            f"of class {kind.__module__}.{kind.__qualname__}, a subclass of Tensor",
+            "return plain tensors: those that it consists of, or its as_subclass(torch.Tensor)",
+        )
+    if tensor.layout is not torch.strided:
+        return Fault(f"of layout {tensor.layout} on {tensor.device}", "return its to_dense()")
+    if tensor.is_quantized:
+        return Fault(f"quantised, of {tensor.dtype}", "return its dequantize() or int_repr()")
+    if tensor.is_meta:
+        return Fault("on meta and has no values", f"compute it on {device}")
+    return Fault(f"on {tensor.device}", f"return its to({str(device)!r})")
