@@ -22,6 +22,7 @@ WITHOUT_TORCH = (
 WITH_TORCH = (
     "backward",
     "comm",
+    "arguments",
     "microbatch",
     "sealed",
     "stage",

@@ -11,9 +11,11 @@ from reprlib import repr as short_repr
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from penstock.arguments import batch_of_mask, cut_mask, holds_batch, is_block_mask, is_one_leaf
 from penstock.errors import MicrobatchError
 
 
@@ -72,7 +74,8 @@ def split_args_kwargs_into_chunks(
     """The args and the kwargs of each of `chunks` microbatches, as views of the tensors given.
 
     Tensors are cut along dim 0 like torch.tensor_split does, so sizes may differ by one. Tensors
-    without dims and all that is no tensor go whole to every microbatch. A spec says otherwise: it
+    without dims and all that is no tensor go whole to every microbatch, but a BlockMask is cut
+    along its batch, and objects that hold a batch are refused. A spec says otherwise: it
     mirrors the nesting of the args, and one TensorChunkSpec, Replicate or None in it may stand
     for all that is nested there. Without args (or kwargs) their spec has nothing to say.
 
@@ -86,10 +89,12 @@ def split_args_kwargs_into_chunks(
     _require(are_args, "args", args, "a tuple; for a single argument, write (argument,)")
     _require(are_kwargs, "kwargs", kwargs, "a dict, or None if there are no keyword arguments")
     _require_count("chunks", chunks)
-    return (
-        _split(tuple(args), chunks, "args", args_chunk_spec, "args_chunk_spec"),
-        _split(dict(kwargs or {}), chunks, "kwargs", kwargs_chunk_spec, "kwargs_chunk_spec"),
+    first, second = _split(
+        _Whole.of(tuple(args), "args", args_chunk_spec, "args_chunk_spec"),
+        _Whole.of(dict(kwargs or {}), "kwargs", kwargs_chunk_spec, "kwargs_chunk_spec"),
+        num_microbatches=chunks,
     )
+    return first, second
 
 
 def split_target(target: Any, num_microbatches: int) -> list[Any]:
@@ -99,7 +104,7 @@ def split_target(target: Any, num_microbatches: int) -> list[Any]:
     [{'label': tensor([0, 1])}, {'label': tensor([2, 3])}]
     """
     _require_count("num_microbatches", num_microbatches)
-    return _split(target, num_microbatches, "target", None, "")
+    return _split(_Whole.of(target, "target", None, ""), num_microbatches=num_microbatches)[0]
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
@@ -114,7 +119,7 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
     """
     is_filled = isinstance(chunks, tuple | list) and len(chunks) > 0
     _require(is_filled, "chunks", chunks, "a list with the value of at least one microbatch")
-    names, tree = _leaf_names(chunks[0]), pytree.tree_structure(chunks[0])
+    names, tree = _leaf_names(chunks[0]), pytree.tree_structure(chunks[0], is_one_leaf)
     specs: list[Spec] = [TensorChunkSpec(0)] * len(names)
     if chunk_spec is not None:
         specs = list(_find_specs(chunk_spec, chunks[0], "chunks[0]", "chunk_spec"))
@@ -122,28 +127,136 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
     return pytree.tree_unflatten(map(_merge_leaf, columns, specs, names), tree)
 
 
-def _split(value: Any, num_microbatches: int, name: str, spec: Any, spec_name: str) -> list[Any]:
-    leaves, tree = pytree.tree_flatten(value)
-    specs: list[Spec] = [TensorChunkSpec(0)] * len(leaves)
-    if spec is not None and leaves:  # All ranks have the specs, but not all are given arguments.
-        specs = list(_find_specs(spec, value, name, spec_name))
-    columns: list[Sequence[Any]] = []
-    for i, (leaf, leaf_spec) in enumerate(zip(leaves, specs, strict=True)):
-        is_tensor = isinstance(leaf, Tensor) and leaf.dim() > 0
-        if not is_tensor or not isinstance(leaf_spec, TensorChunkSpec):
-            columns.append([leaf] * num_microbatches)
-            continue
-        dim = leaf_spec.split_dim
-        if leaf.shape[dim] < num_microbatches:
-            or_whole = f", or give it whole by Replicate() in {spec_name}" if spec_name else ""
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A value to be cut: its leaves, and the spec of each."""
+
+    value: Any
+    name: str
+    spec_name: str
+    leaves: list[Any]
+    specs: list[Spec]
+    tree: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, value: Any, name: str, spec: Any, spec_name: str) -> "_Whole":
+        leaves, tree = pytree.tree_flatten(value, is_one_leaf)
+        specs: list[Spec] = [TensorChunkSpec(0)] * len(leaves)
+        if spec is not None and leaves:  # All ranks have the specs, but not all get arguments.
+            specs = list(_find_specs(spec, value, name, spec_name))
+        return cls(value, name, spec_name, leaves, specs, tree)
+
+    def leaf_name(self, number: int) -> str:
+        return f"{self.name}{_leaf_names(self.value)[number]}"
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """The number of each leaf that is cut, and the size that it is cut along."""
+        for number, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
+            if isinstance(spec, TensorChunkSpec):
+                if is_block_mask(leaf) and batch_of_mask(leaf) > 1:
+                    yield number, batch_of_mask(leaf)
+                elif isinstance(leaf, Tensor) and leaf.dim() > 0 and not leaf.is_nested:
+                    yield number, leaf.shape[spec.split_dim]
+
+    def or_whole(self) -> str:
+        """The remedy for what cannot be cut, if there is a spec to say it in."""
+        return f", or give it whole by Replicate() in {self.spec_name}" if self.spec_name else ""
+
+
+def _split(*wholes: _Whole, num_microbatches: int) -> list[list[Any]]:
+    """The values of each microbatch, of each whole."""
+    batches = {
+        size: whole.leaf_name(number) for whole in wholes for number, size in whole.batches()
+    }
+    found = []
+    for whole in wholes:
+        columns = [
+            _cut(whole, number, num_microbatches, batches) for number in range(len(whole.leaves))
+        ]
+        rows = ([column[mb] for column in columns] for mb in range(num_microbatches))
+        found.append([pytree.tree_unflatten(row, whole.tree) for row in rows])
+    return found
+
+
+def _cut(
+    whole: _Whole, number: int, num_microbatches: int, batches: dict[int, str]
+) -> Sequence[Any]:
+    """One leaf for each microbatch; `batches` has a name for each size of a batch."""
+    leaf, spec = whole.leaves[number], whole.specs[number]
+    if isinstance(spec, TensorChunkSpec):
+        if isinstance(leaf, Tensor):
+            if leaf.dim() > 0:
+                return _cut_tensor(whole, number, spec.split_dim, num_microbatches)
+        elif is_block_mask(leaf):
+            if batch_of_mask(leaf) > 1 and num_microbatches > 1:
+                return _cut_mask(whole, number, num_microbatches, batches)
+        elif num_microbatches > 1 and holds_batch(leaf, batches):
             raise MicrobatchError(
-                f"{name}{_leaf_names(value)[i]} has size {leaf.shape[dim]} along dim {dim} (shape "
-                f"{tuple(leaf.shape)}), too little for {num_microbatches} microbatches. Expected "
-                f"{num_microbatches} or more. Use a larger batch or fewer microbatches{or_whole}."
+                f"{whole.leaf_name(number)} is a {type(leaf).__name__} that holds tensors with a "
+                "batch, which cannot be cut into microbatches. Expected tensors, or nested tuples, "
+                "lists and dicts of them. Register its class with torch.utils._pytree."
+                f"register_pytree_node, or cut it for step_microbatches{whole.or_whole()}."
             )
-        columns.append(leaf.tensor_split(num_microbatches, dim))
-    rows = ([column[mb] for column in columns] for mb in range(num_microbatches))
-    return [pytree.tree_unflatten(row, tree) for row in rows]
+    return [leaf] * num_microbatches
+
+
+def _cut_tensor(whole: _Whole, number: int, dim: int, num_microbatches: int) -> Sequence[Tensor]:
+    leaf: Tensor = whole.leaves[number]
+    parts: Sequence[Tensor] = ()
+    cause: Exception | None = None
+    try:
+        is_enough = leaf.size(dim) >= num_microbatches
+        if is_enough:
+            parts = leaf.tensor_split(num_microbatches, dim)
+    except (RuntimeError, TypeError) as exc:
+        is_enough, cause = True, exc
+    if not is_enough:
+        raise MicrobatchError(
+            f"{whole.leaf_name(number)} has size {leaf.shape[dim]} along dim {dim} (shape "
+            f"{tuple(leaf.shape)}), too little for {num_microbatches} microbatches. Expected "
+            f"{num_microbatches} or more. Use a larger batch or fewer microbatches"
+            f"{whole.or_whole()}."
+        )
+    kinds = {type(leaf)} if not isinstance(leaf, nn.Parameter) else {Tensor, nn.Parameter}
+    if not parts or not {type(part) for part in parts} <= kinds:
+        raise MicrobatchError(
+            f"{whole.leaf_name(number)} is a {type(leaf).__name__} of layout {leaf.layout}, which "
+            f"cannot be cut along dim {dim}. Expected a dense tensor. Convert it, or cut it for "
+            f"step_microbatches{whole.or_whole()}."
+        ) from cause
+    return parts
+
+
+def _cut_mask(
+    whole: _Whole, number: int, num_microbatches: int, batches: dict[int, str]
+) -> Sequence[Any]:
+    mask, spec = whole.leaves[number], whole.specs[number]
+    batch, name = batch_of_mask(mask), whole.leaf_name(number)
+    if spec != TensorChunkSpec(0):
+        raise MicrobatchError(
+            f"{name} is a BlockMask, but its spec is {spec}. Expected TensorChunkSpec(0), as a "
+            f"mask can be cut along its batch only{whole.or_whole()}."
+        )
+    if batch < num_microbatches:
+        raise MicrobatchError(
+            f"{name} is a BlockMask with a batch of {batch}, too little for {num_microbatches} "
+            f"microbatches. Expected 1, for a mask that all rows share, or {num_microbatches} or "
+            f"more. Use a larger batch or fewer microbatches{whole.or_whole()}."
+        )
+    for size, other in batches.items():
+        if size != batch:
+            raise MicrobatchError(
+                f"{name} is a BlockMask with a batch of {batch}, but {other} is cut along a size "
+                f"of {size}. Expected one batch for all that is cut, or a mask with a batch of 1. "
+                f"Make the mask for the batch{whole.or_whole()}."
+            )
+    try:
+        return cut_mask(mask, num_microbatches)
+    except ValueError as exc:
+        raise MicrobatchError(
+            f"{name} is a BlockMask that cannot be cut: {exc}. Expected what create_block_mask "
+            f"makes. Make it without, or cut it for step_microbatches{whole.or_whole()}."
+        ) from exc
 
 
 def _find_specs(spec: Any, value: Any, name: str, spec_name: str) -> Iterator[Spec]:
@@ -173,7 +286,7 @@ def _flatten_like(tree: pytree.TreeSpec, chunks: Sequence[Any], mb: int) -> list
     leaves = None
     with suppress(ValueError):
         leaves = tree.flatten_up_to(chunks[mb])  # Finds the keys of dicts in any order.
-    if leaves is None or not all(map(pytree.tree_is_leaf, leaves)):
+    if leaves is None or not all(map(_is_leaf, leaves)):
         raise MicrobatchError(
             f"microbatch {mb} is not nested like microbatch 0: chunks[{mb}] is "
             f"{_describe(chunks[mb])}, chunks[0] is {_describe(chunks[0])}. Expected the same "
@@ -183,6 +296,13 @@ def _flatten_like(tree: pytree.TreeSpec, chunks: Sequence[Any], mb: int) -> list
 
 
 def _merge_leaf(values: tuple[Any, ...], spec: Spec, name: str) -> Any:
+    is_cut = len(values) > 1 and isinstance(spec, TensorChunkSpec)
+    if is_cut and isinstance(values[0], PackedSequence):
+        raise MicrobatchError(
+            f"microbatches cannot be joined: chunks[0]{name} is a PackedSequence, whose rows are "
+            "interleaved. Expected tensors. Let the model return a padded tensor, or give a "
+            "chunk_spec with None for it, which keeps that of microbatch 0."
+        )
     has_tensor = any(isinstance(value, Tensor) for value in values)
     if not has_tensor or not isinstance(spec, TensorChunkSpec):
         return values[0]
@@ -219,9 +339,13 @@ def _require_count(name: str, count: Any) -> None:
     _require(is_count, name, count, "the number of microbatches, an int of 1 or more")
 
 
+def _is_leaf(value: Any) -> bool:
+    return is_one_leaf(value) or pytree.tree_is_leaf(value)
+
+
 def _parts(value: Any) -> dict[str, Any] | None:
     """What a container holds, by what one writes after its name; None if it is no container."""
-    if pytree.tree_is_leaf(value):
+    if _is_leaf(value):
         return None
 
     def is_part(node: Any) -> bool:
@@ -244,7 +368,9 @@ def _leaf_names(value: Any) -> list[str]:
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
+    if is_one_leaf(value):
+        return f"a {type(value).__name__}"
     if pytree.tree_is_leaf(value):
         return short_repr(value)
     return f"a {type(value).__name__} with {', '.join(_leaf_names(value)) or 'nothing in it'}"
