@@ -30,7 +30,7 @@ def find_fault(tensor: Tensor, device: torch.device) -> Fault | None:
     if (
         type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
-        and _is_on(device, tensor.device)
+        and (tensor.device == device or _is_on(device, tensor.device))
         and not tensor.is_nested
         and not tensor.is_quantized
     ):
@@ -51,15 +51,13 @@ def check_mode(device: torch.device) -> None:
 
 def _is_on(device: torch.device, found: torch.device) -> bool:
     """A device without an index, such as "cuda", stands for any of its kind."""
-    if found.type != device.type or found.type == "meta":
-        return False
-    return device.index is None or found.index is None or found.index == device.index
+    return found.type == device.type and (device.index is None or found.index is None)
 
 
 def _has_memory(tensor: Tensor) -> bool:
     """Whether there is memory for all of its values: it may have been freed, or never been."""
-    num_bytes = tensor.nbytes
-    if num_bytes == 0:
+    end = tensor.nbytes
+    if end == 0:
         return True
     try:
         if tensor.data_ptr() == 0:
@@ -68,12 +66,15 @@ def _has_memory(tensor: Tensor) -> bool:
         return False
     if not tensor.is_contiguous():
         strides = zip(tensor.shape, tensor.stride(), strict=True)
-        num_bytes = (1 + sum((size - 1) * step for size, step in strides)) * tensor.itemsize
-    end = tensor.storage_offset() * tensor.itemsize + num_bytes
+        end = (1 + sum((size - 1) * step for size, step in strides)) * tensor.itemsize
+    if (offset := int(tensor.storage_offset())) > 0:
+        end += offset * tensor.itemsize
     return end <= tensor.untyped_storage().nbytes()
 
 
 def _explain_memory(tensor: Tensor) -> Fault:
+    if tensor.is_meta:
+        return Fault("on meta and has no values", "compute it on a device that has memory")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return Fault(
             "a tensor inside a transform of torch.func (vmap, grad)",
@@ -104,5 +105,5 @@ def _explain(tensor: Tensor, device: torch.device) -> Fault:
     if tensor.is_quantized:
         return Fault(f"quantised, of {tensor.dtype}", "return its dequantize() or int_repr()")
     if tensor.is_meta:
-        return Fault("on meta and has no values", f"compute it on {device}")
+        return _explain_memory(tensor)
     return Fault(f"on {tensor.device}", f"return its to({str(device)!r})")
