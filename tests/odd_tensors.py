@@ -179,7 +179,10 @@ def total(value: Tensor) -> Tensor:
 
 
 class Sender(nn.Module):
-    """Returns an odd tensor from call `begin` on, and before that a plain one."""
+    """Returns an odd tensor from call `begin` on, and before that a plain one.
+
+    Most odd ones have its form, so that nothing but their kind tells them apart.
+    """
 
     def __init__(self, make: Make, begin: int = 1) -> None:
         super().__init__()
@@ -193,7 +196,7 @@ class Sender(nn.Module):
         y = self.scale * x
         made = self.make(y)
         if self.call < self.begin:
-            made = torch.empty(3, 4)
+            made = torch.empty(3, 4, dtype=torch.float64)
         return y, made
 
 
