@@ -29,6 +29,12 @@ from penstock.runtime.checks import (
     check_stages,
     check_timeout,
 )
+from penstock.runtime.loss_weights import (
+    LossWeight,
+    LossWeights,
+    find_weights,
+    sum_over_replicas,
+)
 from penstock.runtime.messages import Form
 from penstock.runtime.meter import Meter
 from penstock.runtime.pilot import AbstractPilot, gathered_placement
@@ -36,12 +42,6 @@ from penstock.runtime.program import Program, forward_only, make_program, split_
 from penstock.runtime.recorded_block import active_run
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.routes import Key, RankSkips, Skip, check_skips, used_channels
-from penstock.runtime.shares import (
-    LossWeight,
-    Shares,
-    find_weights,
-    sum_over_replicas,
-)
 from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
 from penstock.runtime.tied import TiedGrads, Ties, claim, tie
 from penstock.runtime.wire import Wire
@@ -291,8 +291,10 @@ class Pipeline(Sealed):
                 else check_microbatches("targets", targets, object, self.num_microbatches),
                 loss_kwargs or {},
             )
-            shares = self._share_out(batch, self._has_backward, weights=weights, are_cut=False)
-            return self._run_batch(batch, shares, self._has_backward, losses, return_outputs)
+            loss_weights = self._weigh_losses(
+                batch, self._has_backward, weights=weights, are_cut=False
+            )
+            return self._run_batch(batch, loss_weights, self._has_backward, losses, return_outputs)
 
     def recording(self) -> Recording:
         """The last steps, at most 100, with the times of all ranks by one clock.
@@ -363,20 +365,20 @@ class Pipeline(Sealed):
             if target is not None and self._holds_last:
                 targets = split_target(target, self.num_microbatches)
             batch = Batch(args_split, kwargs_split, targets, loss_kwargs or {})
-            shares = Shares.alike(self.num_microbatches)
+            loss_weights = LossWeights.alike(self.num_microbatches)
             if has_backward or losses is not None:
-                shares = self._share_out(batch, has_backward, weights=None, are_cut=True)
-            outputs = self._run_batch(batch, shares, has_backward, losses, return_outputs)
+                loss_weights = self._weigh_losses(batch, has_backward, weights=None, are_cut=True)
+            outputs = self._run_batch(batch, loss_weights, has_backward, losses, return_outputs)
             return None if outputs is None else merge_chunks(outputs, merge_spec)
 
-    def _share_out(
+    def _weigh_losses(
         self, batch: Batch, has_backward: bool, *, weights: Any, are_cut: bool
-    ) -> Shares:
+    ) -> LossWeights:
         """Find out how much each microbatch counts; only the rank of the last stage need know."""
         if not self.scale_grads:
-            return Shares.plain(self.num_microbatches)
+            return LossWeights.plain(self.num_microbatches)
         if not self._holds_last or self.loss_fn is None:
-            return Shares.alike(self.num_microbatches)
+            return LossWeights.alike(self.num_microbatches)
         found = find_weights(
             {"target": batch.targets, "kwargs": batch.kwargs, "args": batch.args},
             weights=weights,
@@ -388,7 +390,7 @@ class Pipeline(Sealed):
         if has_backward and (replicas := self._replicas) is not None:
             num_replicas = dist.get_world_size(replicas)
             total = sum_over_replicas(total, replicas, self._first.device, self._timeout_s)
-        return Shares.of(own, total, num_replicas, are_known=found is not None)
+        return LossWeights.of(own, total, num_replicas, are_known=found is not None)
 
     @property
     def _replicas(self) -> dist.ProcessGroup | None:
@@ -399,7 +401,7 @@ class Pipeline(Sealed):
     def _run_batch(
         self,
         batch: Batch,
-        shares: Shares,
+        loss_weights: LossWeights,
         has_backward: bool,
         losses: list[Any] | None,
         return_outputs: bool,
@@ -426,7 +428,7 @@ class Pipeline(Sealed):
             wire=wire,
             batch=batch,
             settings=self._settings,
-            shares=shares,
+            loss_weights=loss_weights,
             has_backward=has_backward,
             keeps_outputs=keeps_outputs,
             needs_losses=has_backward or losses is not None,
@@ -442,7 +444,7 @@ class Pipeline(Sealed):
                 error.add_note(f"in {in_words(step.current)}, on rank {program.rank}")
             raise
         if losses is not None:
-            losses[:] = [shares.weigh(mb, step.losses[mb]) for mb in sorted(step.losses)]
+            losses[:] = [loss_weights.weigh(mb, step.losses[mb]) for mb in sorted(step.losses)]
         for recorder in self._recorders:
             assert meter is not None
             recorder.take(meter)

@@ -22,11 +22,11 @@ from penstock.ir import (
 )
 from penstock.ir.action import SEND_TYPES
 from penstock.runtime.held import HeldBytes, Note, note_nothing
+from penstock.runtime.loss_weights import LossWeight, LossWeights
 from penstock.runtime.messages import flatten, unflatten
 from penstock.runtime.meter import Meter
 from penstock.runtime.program import Entry, Program, Task
 from penstock.runtime.routes import Key
-from penstock.runtime.shares import LossWeight, Shares
 from penstock.runtime.tied import TiedGrads
 from penstock.runtime.wire import Wire
 from penstock.stage import (
@@ -102,7 +102,7 @@ class Step:
     wire: Wire
     batch: Batch
     settings: Settings
-    shares: Shares
+    loss_weights: LossWeights
     has_backward: bool
     keeps_outputs: bool
     needs_losses: bool
@@ -308,7 +308,7 @@ class Step:
                 f"loss_fn returned a loss {got} for microbatch {mb}. Expected a tensor with one "
                 "value: let it return the mean, or the sum with scale_grads=False."
             )
-        if not self.shares.are_known:
+        if not self.loss_weights.are_known:
             self._check_alike(mb, outputs)
         if not loss.requires_grad and any(map(needs_grad, pytree.tree_leaves(outputs))):
             raise StageError(
@@ -378,7 +378,9 @@ class Step:
         grads: Any = None
         if flight.loss is not None:
             if flight.loss.requires_grad:
-                grads = torch.full_like(flight.loss, self.shares.seeds[mb], requires_grad=False)
+                grads = torch.full_like(
+                    flight.loss, self.loss_weights.seeds[mb], requires_grad=False
+                )
         else:
             arguments, arrived = self._take_gradients(task, flight)
             if any(grad is not None for grad in arrived):
@@ -388,7 +390,7 @@ class Step:
         if grads is None:
             return (None,) * len(flight.stage_pass.inputs), do_nothing
         with self._watching(stage, ()):
-            if flight.loss is not None and self.shares.seeds[mb] == 0:
+            if flight.loss is not None and self.loss_weights.seeds[mb] == 0:
                 # Zero times its gradient is not zero where the mean of no values is not a number.
                 return flight.stage_pass.backward_of_nothing()
             return flight.stage_pass.backward(grads, flight.loss)

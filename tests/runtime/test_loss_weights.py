@@ -24,7 +24,7 @@ from local_steps import (
     zero_grad,
 )
 from penstock import MicrobatchError, Pipeline, StageError
-from penstock.runtime.shares import Shares, check_weights, find_weights, weights_by_size
+from penstock.runtime.loss_weights import LossWeights, check_weights, find_weights, weights_by_size
 from stage_training import assert_close, assert_same_grads
 from staged_models import Batch
 
@@ -157,9 +157,9 @@ def test_plain_sum_has_no_shares() -> None:
 def test_equal_microbatches_are_shared_out_exactly() -> None:
     """A share of 1 / m to the last bit, so that nothing is rounded that need not be."""
     for m in range(1, 100):
-        shares = Shares.of([3.0] * m, 3.0 * m, 1)
-        assert [1 / m] * m == list(shares.seeds)
-        assert [1.0] * m == list(shares.factors)
+        loss_weights = LossWeights.of([3.0] * m, 3.0 * m, 1)
+        assert [1 / m] * m == list(loss_weights.seeds)
+        assert [1.0] * m == list(loss_weights.factors)
 
 
 def test_sizes_are_told_by_the_inputs_where_there_is_no_target() -> None:
@@ -240,7 +240,7 @@ def test_weights_may_be_tensors() -> None:
 
 def test_batch_in_which_nothing_counts_is_refused() -> None:
     with pytest.raises(StageError, match=r"weights of all microbatches are \[0.0, 0.0\]"):
-        Shares.of([0.0, 0.0], 0.0, 1)
+        LossWeights.of([0.0, 0.0], 0.0, 1)
 
 
 def test_rule_without_a_target_is_refused() -> None:
@@ -273,8 +273,8 @@ def test_weights_of_a_plain_sum_are_refused() -> None:
 
 
 def test_losses_that_are_no_tensors_are_weighed_if_they_are_numbers() -> None:
-    shares = Shares.of([3.0, 1.0, 0.0], 4.0, 1)
-    assert 4.5 == shares.weigh(0, 2.0)
-    assert 0.0 == shares.weigh(2, math.nan)
-    assert {"loss": 2.0} == shares.weigh(0, {"loss": 2.0})
-    assert torch.equal(torch.ones(2), shares.weigh(0, torch.ones(2)))
+    loss_weights = LossWeights.of([3.0, 1.0, 0.0], 4.0, 1)
+    assert 4.5 == loss_weights.weigh(0, 2.0)
+    assert 0.0 == loss_weights.weigh(2, math.nan)
+    assert {"loss": 2.0} == loss_weights.weigh(0, {"loss": 2.0})
+    assert torch.equal(torch.ones(2), loss_weights.weigh(0, torch.ones(2)))

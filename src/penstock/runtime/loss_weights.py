@@ -1,4 +1,4 @@
-"""Shares: how much each microbatch's loss counts in the loss of a step.
+"""Loss weights: how much each microbatch's loss counts in the loss of a step.
 
 The loss of a step is sum(w_i * loss_i) / sum(w_i), where w_i is the *weight* of microbatch i: how
 much its own loss is a mean over. So a step gives the gradients of the whole batch, whatever the
@@ -29,7 +29,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class LossWeights:
     """What each microbatch's loss is multiplied by, on the rank of the last stage.
 
     `seeds` is for the gradients, which are summed; `factors` is for the losses, whose mean is
@@ -42,13 +42,13 @@ class Shares:
     are_known: bool = True
 
     @classmethod
-    def plain(cls, num_microbatches: int) -> "Shares":
+    def plain(cls, num_microbatches: int) -> "LossWeights":
         """Of a sum: every loss counts as it is."""
         ones = [1.0] * num_microbatches
         return cls(ones, ones)
 
     @classmethod
-    def alike(cls, num_microbatches: int, *, are_known: bool = True) -> "Shares":
+    def alike(cls, num_microbatches: int, *, are_known: bool = True) -> "LossWeights":
         """Of a mean over microbatches of one size."""
         seeds = [1 / num_microbatches] * num_microbatches
         return cls(seeds, [1.0] * num_microbatches, are_known)
@@ -56,7 +56,7 @@ class Shares:
     @classmethod
     def of(
         cls, weights: Sequence[float], total: float, num_replicas: int, *, are_known: bool = True
-    ) -> "Shares":
+    ) -> "LossWeights":
         """Of a mean over `num_replicas` pipelines, whose gradients are averaged afterwards."""
         if not total > 0:
             raise StageError(
