@@ -51,7 +51,7 @@ serve: $(READY) ## Show the site of the docs at http://127.0.0.1:8000, and build
 	$(BIN)/mkdocs serve
 
 clean: ## Remove .venv, caches and build output
-	rm -rf .venv penstock-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	rm -rf .venv penstock-demo penstock-examples .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The build backend goes in first, so that it is the one of constraints.txt:

@@ -1,6 +1,6 @@
 """Shows: checkpoints with the state of the optimizer, which any other cut can go on from.
 
-It goes on from the last one in the folder "checkpoints", with as many ranks as there are now.
+It resumes from the newest one in penstock-examples/checkpoint, on any number of ranks.
 Run it with: torchrun --standalone --nproc-per-node 2 examples/checkpoint.py
 """
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import penstock
 
-WIDTH, WORDS, RATE, NUM_STEPS, FOLDER = 16, 32, 0.02, 6, Path("checkpoints")
+WIDTH, WORDS, RATE, NUM_STEPS = 16, 32, 0.02, 6
+FOLDER = Path("penstock-examples", "checkpoint")
 
 
 def make_model() -> nn.Sequential:

@@ -1,7 +1,7 @@
 """Shows: two pipelines of two ranks that train one model, and a checkpoint of it.
 
 Each pipeline gets half of every batch, and ranks with the same stages share their gradients.
-It writes the folder "checkpoint" to the current one.
+It writes the folder penstock-examples/data_parallel.
 Run it with: torchrun --standalone --nproc-per-node 4 examples/data_parallel.py
 """
 
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock
 
 NUM_REPLICAS, NUM_MICROBATCHES, BATCH, WIDTH, NUM_STEPS = 2, 4, 32, 16, 5
+FOLDER = "penstock-examples/data_parallel"
 
 
 def make_model() -> nn.Sequential:
@@ -51,7 +52,7 @@ def train(replica: int, pipeline_group: dist.ProcessGroup, same_stages: dist.Pro
 
     # By the model's own names, so it does not matter how many ranks there were.
     state = {name: value for module in modules for name, value in module.state_dict().items()}
-    dcp.save({"model": state}, checkpoint_id="checkpoint")
+    dcp.save({"model": state}, checkpoint_id=FOLDER)
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
 
     if dist.get_rank() == 0:
         whole = make_model()
-        dcp.load({"model": whole.state_dict()}, checkpoint_id="checkpoint", no_dist=True)
+        dcp.load({"model": whole.state_dict()}, checkpoint_id=FOLDER, no_dist=True)
         x, target = torch.randn(2, BATCH, WIDTH)
         print(f"whole model: loss {nn.functional.mse_loss(whole(x), target).item():.4f}")
     dist.destroy_process_group()

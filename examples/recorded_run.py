@@ -1,8 +1,10 @@
 """Shows: recording a few steps on two processes, and reading what the recording says.
 
-It writes run.json and run.html to the current folder; "penstock show run.json" reads it too.
+It writes run.json and run.html to penstock-examples; "penstock show" reads the first too.
 Run it with: torchrun --standalone --nproc-per-node 2 examples/recorded_run.py
 """
+
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import penstock
 from penstock.draw import Panel, save
 
 WIDTH, BATCH, NUM_MICROBATCHES, NUM_STEPS = 256, 512, 4, 10
+FOLDER = Path("penstock-examples")
 
 
 def record() -> penstock.Recording:
@@ -54,9 +57,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     recording = record()
     if dist.get_rank() == 0:
-        recording.save("run.json")
-        read(penstock.Recording.load("run.json"))
-        save([Panel.of_recording("ZB-V, measured", recording)], "run.html")
+        FOLDER.mkdir(exist_ok=True)
+        recording.save(FOLDER / "run.json")
+        read(penstock.Recording.load(FOLDER / "run.json"))
+        save([Panel.of_recording("ZB-V, measured", recording)], FOLDER / "run.html")
     dist.destroy_process_group()
 
 

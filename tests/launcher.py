@@ -8,8 +8,8 @@ from pathlib import Path
 TIMEOUT_S = 120
 
 
-def launch(script: Path, *, num_ranks: int = 2, folder: Path | None = None) -> str:
-    """What the script prints on as many ranks."""
+def launch(script: Path, folder: Path, *, num_ranks: int = 2) -> str:
+    """Run the script in `folder`, where it may leave files; returns what its ranks print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*command, f"--nproc-per-node={num_ranks}", str(script)],

@@ -13,8 +13,12 @@ IN_ONE_PROCESS = [example for example in EXAMPLES if "torchrun" not in example.r
 
 @pytest.mark.parametrize("example", IN_ONE_PROCESS, ids=lambda path: path.stem)
 def test_example_prints_its_golden_output(
-    example: Path, capsys: pytest.CaptureFixture[str]
+    example: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # For what it writes.
     golden = ROOT / "tests" / "golden" / f"example_{example.stem}.txt"
     runpy.run_path(str(example), run_name="__main__")
     assert golden.read_text() == capsys.readouterr().out

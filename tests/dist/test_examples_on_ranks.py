@@ -21,20 +21,21 @@ def test_script_for_torch_runs_on_penstock_by_changing_one_import(tmp_path: Path
     assert 1 == changes
     assert "penstock" not in re.sub(r'""".*?"""', "", torchs, flags=re.S).lower()
     (tmp_path / "torchs.py").write_text(torchs)
-    printed = launch(EXAMPLES / "drop_in.py")
+    printed = launch(EXAMPLES / "drop_in.py", tmp_path)
     assert (GOLDEN / "example_drop_in.txt").read_text() == printed
-    assert launch(tmp_path / "torchs.py") == printed
+    assert launch(tmp_path / "torchs.py", tmp_path) == printed
 
 
-def test_training_on_two_ranks_lowers_the_loss() -> None:
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", launch(EXAMPLES / "train.py"))]
+def test_training_on_two_ranks_lowers_the_loss(tmp_path: Path) -> None:
+    printed = launch(EXAMPLES / "train.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     # 128 characters: guessing costs log(128) = 4.85, and the most common ones are soon learned.
     assert 4.6 < losses[0] < 5.2
     assert losses[-1] < 2.7
 
 
-def test_hugging_face_model_learns_on_two_ranks() -> None:
-    printed = launch(EXAMPLES / "hugging_face.py")
+def test_hugging_face_model_learns_on_two_ranks(tmp_path: Path) -> None:
+    printed = launch(EXAMPLES / "hugging_face.py", tmp_path)
     assert "stage 1, from transformer.h.4" in printed
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     # 256 tokens: guessing costs log(256) = 5.55.
@@ -43,20 +44,21 @@ def test_hugging_face_model_learns_on_two_ranks() -> None:
 
 
 def test_recorded_run_is_read_and_drawn(tmp_path: Path) -> None:
-    first, measured, simulated, *waits = launch(
-        EXAMPLES / "recorded_run.py", folder=tmp_path
-    ).splitlines()
+    first, measured, simulated, *waits = launch(EXAMPLES / "recorded_run.py", tmp_path).splitlines()
     assert "10 steps were recorded" == first
     assert re.fullmatch(r"measured: \S+ ms, a bubble of \S+%", measured)
     assert re.fullmatch(r"simulated: \S+ ms, a bubble of \S+%", simulated)
     assert 3 == sum(bool(re.fullmatch(r"rank \d waited \S+ ms before \d\w\d", w)) for w in waits)
-    assert {"run.html", "run.json"} == {path.name for path in tmp_path.iterdir()}
+    assert {"run.html", "run.json"} == {
+        path.name for path in (tmp_path / "penstock-examples").iterdir()
+    }
 
 
 def test_script_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
     readme = (EXAMPLES.parent / "README.md").read_text()
     [block] = re.findall(r"```python\n([^`]*init_process_group[^`]*)```", readme)
     (tmp_path / "script.py").write_text(block)
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", launch(tmp_path / "script.py"))]
+    printed = launch(tmp_path / "script.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert 3 == len(losses)
     assert losses[-1] < losses[0]

@@ -25,7 +25,7 @@ def test_first_script_equals_the_whole_model_and_learns(num_ranks: int, tmp_path
     page = (ROOT / "docs" / "start.md").read_text()
     [block] = re.findall(r"```python\n([^`]*init_process_group[^`]*)```", page)
     (tmp_path / "first.py").write_text(block)
-    printed = launch(tmp_path / "first.py", num_ranks=num_ranks, folder=tmp_path)
+    printed = launch(tmp_path / "first.py", tmp_path, num_ranks=num_ranks)
     assert num_ranks == printed.count("every gradient is that of the whole model")
     losses = losses_in(printed)
     assert 4 == len(losses)
@@ -46,9 +46,7 @@ def test_two_pipelines_train_as_the_whole_model(tmp_path: Path) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert expected == pytest.approx(
-        losses_in(launch(script, num_ranks=4, folder=tmp_path)), abs=1e-4
-    )
+    assert expected == pytest.approx(losses_in(launch(script, tmp_path, num_ranks=4)), abs=1e-4)
 
 
 def train_whole(names: dict[str, Any], num_steps: int) -> list[tuple[float, float]]:
@@ -75,7 +73,7 @@ def test_gradients_are_clipped_as_those_of_the_whole_model(tmp_path: Path) -> No
     script = ROOT / "examples" / "clip_gradients.py"
     names = runpy.run_path(str(script))
     trained = train_whole(names, names["NUM_STEPS"])
-    printed = launch(script, folder=tmp_path)
+    printed = launch(script, tmp_path)
     found = re.findall(r"loss (\S+), norm (\S+)", printed)
     assert trained == [pytest.approx(tuple(map(float, pair)), abs=2e-4) for pair in found]
     assert any(norm > names["MAX_NORM"] for _, norm in trained)
@@ -89,6 +87,6 @@ def test_other_ranks_go_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path: Pa
     losses = [
         loss
         for num_ranks in (2, 4)
-        for loss in losses_in(launch(script, num_ranks=num_ranks, folder=tmp_path))
+        for loss in losses_in(launch(script, tmp_path, num_ranks=num_ranks))
     ]
     assert expected == pytest.approx(losses, abs=2e-4)
