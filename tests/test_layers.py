@@ -20,6 +20,7 @@ WITHOUT_TORCH = (
     "studio",
 )
 WITH_TORCH = (
+    "torch_version",
     "backward",
     "comm",
     "arguments",

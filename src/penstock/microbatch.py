@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+import penstock.torch_version  # noqa: F401 (warns)
 from penstock.arguments import batch_of_mask, cut_mask, holds_batch, is_block_mask, is_one_leaf
 from penstock.errors import MicrobatchError
 
