@@ -1,7 +1,10 @@
 """One colour for each kind of compute, the same in every drawing.
 
-They are of Okabe and Ito's set, which people with any colour vision can tell apart, and dark text
-can be read on all of them. The later a stage is among those of its rank, the paler it is.
+The blue is one of Okabe and Ito's set, which was chosen for people with any colour vision. The
+others are lighter versions of its vermilion, orange and bluish green, so that text on them has a
+contrast of at least 5.9 rather than 4.6. tests/draw/test_colours.py checks this, and that people
+with each kind of colour blindness can tell the four apart. Blue and green come closest, for the few
+who lack blue cones. The later a stage is among those of its rank, the paler it is.
 """
 
 from penstock.draw.panel import Kind
