@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from limits import HANG_S
 from penstock import CostTable, Pipeline, Placement
 from stage_training import Group, assert_close, assert_same_grads, make_stages, rank_in
 from staged_models import MODELS, StepRecord, make_optimizer, named_grads, train_unsplit
@@ -51,7 +52,7 @@ def train_auto(group: Group, run: AutoRun) -> AutoRecord:
     held = Placement(run.placement).stages_of(rank_in(group))
     own = {index: model.stage(index, num_stages) for index in held}
     stages = make_stages(group, [own.get(index) for index in range(num_stages)], held)
-    options = {"search_seconds": 5, "timeout": 20, **run.options}
+    options = {"search_seconds": 5, "timeout": HANG_S, **run.options}
     pipeline = Pipeline(
         stages,
         "auto",

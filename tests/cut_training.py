@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import penstock
 from cut_models import CUT_MODELS, CutModel
+from limits import HANG_S
 from penstock import Pipe, Pipeline, schedules
 from stage_training import Group, assert_close, rank_in
 from staged_models import MOMENTUM, Batch, StepRecord
@@ -90,7 +91,7 @@ def train_pipe(
     stages = [
         pipe.build_stage(index, "cpu", group, dynamic_shapes=dynamic_shapes) for index in held
     ]
-    pipeline = Pipeline(stages, schedule, loss_fn=loss_fn, timeout=20)
+    pipeline = Pipeline(stages, schedule, loss_fn=loss_fn, timeout=HANG_S)
     modules = [stage.submod for stage in stages]
     optimizer = _optimizer(modules)
     record = RankRecord()

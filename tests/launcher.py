@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TIMEOUT_S = 120
+from limits import PROCESS_S
 
 
 def launch(script: Path, folder: Path, *, num_ranks: int = 2) -> str:
@@ -16,7 +16,7 @@ def launch(script: Path, folder: Path, *, num_ranks: int = 2) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=PROCESS_S,
         cwd=folder,
     )
     assert 0 == done.returncode, done.stderr

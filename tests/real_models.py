@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import penstock
+from limits import HANG_S
 from penstock import (
     Balanced,
     Pipe,
@@ -301,7 +302,7 @@ def train_stages(
         schedule,
         loss_fn=model.loss_fn,
         kwargs_chunk_spec=model.kwargs_chunk_spec(batch),
-        timeout=20,
+        timeout=HANG_S,
     )
     for stage in stages:
         stage.submod.zero_grad()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from limits import HANG_S
 from penstock import Pipeline, PipelineStage, Schedule
 from stage_training import CPU, Group, assert_same_step, rank_in, split
 from staged_models import StepRecord, make_optimizer, named_grads
@@ -192,7 +193,7 @@ def make_skip_pipeline(
         )
         for index in run.schedule.placement.stages_of(rank_in(group))
     ]
-    settings = {"loss_fn": run.loss_fn, "scale_grads": run.is_even, "timeout": 20}
+    settings = {"loss_fn": run.loss_fn, "scale_grads": run.is_even, "timeout": HANG_S}
     return Pipeline(stages, run.schedule, **{**settings, **options})
 
 

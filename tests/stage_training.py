@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import penstock
+from limits import HANG_S
 from penstock import LocalGroup, Pipeline, PipelineStage, compat, schedules
 from penstock.schedules import Shape
 from staged_models import (
@@ -212,7 +213,7 @@ def _make_pipeline(run: Run, model: Model, stages: list[PipelineStage]) -> Pipel
         "n_microbatches": run.shape.m,
         "loss_fn": model.loss_fn(run.reduction),
         "scale_grads": run.is_even,
-        "timeout": 20,
+        "timeout": HANG_S,
     }
     if run.schedule not in CLASS_NAMES:
         return Pipeline(stages, run.schedule, **options)

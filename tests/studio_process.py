@@ -11,10 +11,10 @@ from threading import Thread
 from urllib.parse import parse_qs, urlsplit
 from urllib.request import urlopen
 
+from limits import HANG_S
 from process_marks import end_with_the_tests, marked
 
 PROGRAM = Path(sys.executable).with_name("penstock")
-DEADLINE_S = 60.0
 
 
 class Studio:
@@ -31,7 +31,7 @@ class Studio:
         lines: list[str] = []
         reading = Thread(target=lambda: lines.append(out.readline()), daemon=True)
         reading.start()
-        reading.join(DEADLINE_S)
+        reading.join(HANG_S)
         assert lines, "the studio says nothing"
         return lines[0]
 
@@ -42,13 +42,13 @@ class Studio:
         return {name: value for name, [value] in query.items()}
 
     def get(self, path: str) -> str:
-        with urlopen(self.address.split("?")[0] + path, timeout=DEADLINE_S) as answer:
+        with urlopen(self.address.split("?")[0] + path, timeout=HANG_S) as answer:
             return str(answer.read().decode())
 
     def stop(self, number: int = signal.SIGINT) -> tuple[int, str, str]:
         """As Ctrl-C does: its whole group gets the signal."""
         os.killpg(self.process.pid, number)
-        out, err = self.process.communicate(timeout=DEADLINE_S)
+        out, err = self.process.communicate(timeout=HANG_S)
         return self.process.returncode, out, err
 
 

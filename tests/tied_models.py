@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from limits import HANG_S
 from penstock import Pipeline, PipelineStage, Schedule, schedules
 from penstock.schedules import Shape
 from stage_training import CPU, Group, assert_close, rank_in
@@ -120,7 +121,7 @@ def make_tied_pipeline(
         )
         for index in schedule.placement.stages_of(rank_in(group))
     ]
-    return Pipeline(stages, schedule, **{"loss_fn": loss_fn, "timeout": 20, **options})
+    return Pipeline(stages, schedule, **{"loss_fn": loss_fn, "timeout": HANG_S, **options})
 
 
 @dataclass(frozen=True)

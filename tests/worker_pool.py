@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from limits import HANG_S, PROCESS_S
+
 NUM_WORKERS = 4
 # The groups that there are, by their number of ranks; each has the first of the workers.
 GROUP_SIZES = (1, 2, NUM_WORKERS)
-_START_TIMEOUT_S = 60.0
-_END_TIMEOUT_S = 10.0
 
 
 class WorkerError(Exception):
@@ -52,7 +52,7 @@ class WorkerPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(
-        self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 30.0
+        self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = PROCESS_S
     ) -> list[Any]:
         """Call `function(group, *args)` on the first `num_ranks` workers; returns their results.
 
@@ -87,7 +87,7 @@ class WorkerPool:
         """End the workers, by force if they do not end by themselves."""
         for _, channel in self._workers:
             channel.close()  # To a worker that waits for work this says that there is none.
-        until_s = time.monotonic() + _END_TIMEOUT_S
+        until_s = time.monotonic() + HANG_S
         for process, _ in self._workers:
             process.join(max(until_s - time.monotonic(), 0))
         self.kill()
@@ -120,7 +120,7 @@ class WorkerPool:
             process.start()
             theirs.close()  # Only the worker's own end is left, so it tells when the worker ends.
         try:
-            self._collect(self._workers, _START_TIMEOUT_S)
+            self._collect(self._workers, PROCESS_S)
         except BaseException:
             self.kill()
             raise
@@ -172,7 +172,7 @@ def _work(rank: int, store: str, channel: connection.Connection) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=NUM_WORKERS,
-        timeout=timedelta(seconds=_START_TIMEOUT_S),
+        timeout=timedelta(seconds=HANG_S),
     )
     groups = {
         size: dist.group.WORLD if size == NUM_WORKERS else dist.new_group(list(range(size)))

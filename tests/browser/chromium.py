@@ -33,9 +33,9 @@ from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.support.wait import WebDriverWait
 
+from limits import HANG_S
 from process_marks import end_with_the_tests
 
-DEADLINE_S = 30
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -72,8 +72,8 @@ def chromium() -> Iterator[Chrome]:
         try:
             browser = Chrome(_options(Path(folder, "profile")), service)
             try:
-                browser.set_page_load_timeout(DEADLINE_S)
-                browser.set_script_timeout(DEADLINE_S)
+                browser.set_page_load_timeout(HANG_S)
+                browser.set_script_timeout(HANG_S)
                 yield browser
             finally:
                 browser.quit()
@@ -97,7 +97,7 @@ def _kill(service: ChromeService) -> None:
         return
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(DEADLINE_S)
+    process.wait(HANG_S)
 
 
 def open_page(browser: Chrome, url: str, *, width: int = 1200, height: int = 900) -> None:
@@ -125,13 +125,13 @@ def set_system_theme(browser: Chrome, theme: Literal["light", "dark"]) -> None:
 def wait_until(browser: Chrome, condition: Callable[[Chrome], Found], what: str) -> Found:
     """What the condition gives when it is true of the page, or an error that says `what`."""
     waiting = WebDriverWait(
-        browser, DEADLINE_S, poll_frequency=0.05, ignored_exceptions=[WebDriverException]
+        browser, HANG_S, poll_frequency=0.05, ignored_exceptions=[WebDriverException]
     )
     try:
         return waiting.until(condition)
     except TimeoutException:
         raise AssertionError(
-            f"waited {DEADLINE_S} s for {what}, in vain; console: {console_errors(browser)}"
+            f"waited {HANG_S:g} s for {what}, in vain; console: {console_errors(browser)}"
         ) from None
 
 

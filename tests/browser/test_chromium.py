@@ -13,6 +13,7 @@ import pytest
 from chromium import canvas_digests, console_errors, open_page, requests_made, resize, wait_until
 from selenium.webdriver import Chrome
 
+from limits import HANG_S, PROCESS_S
 from process_marks import marked, processes_with
 
 pytestmark = pytest.mark.browser
@@ -78,7 +79,7 @@ def test_waiting_gives_what_was_found(browser: Chrome) -> None:
 def test_waiting_in_vain_says_for_what_and_the_console(
     browser: Chrome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chromium, "DEADLINE_S", 0.1)
+    monkeypatch.setattr(chromium, "HANG_S", 0.1)
     open_page(browser, address_of("<script>missing()</script>", tmp_path))
     with pytest.raises(AssertionError, match=r"for a title, in vain; .*missing is not defined"):
         wait_until(browser, lambda browser: browser.title, "a title")
@@ -125,7 +126,7 @@ def test_no_process_is_left_behind_when_the_tests_are_killed() -> None:
                 "TMPDIR": folder.name,
             },
             stdout=subprocess.PIPE,
-            timeout=chromium.DEADLINE_S,
+            timeout=PROCESS_S,
         )
         assert (b"opened\n", -signal.SIGKILL) == (killed.stdout, killed.returncode)
         assert {} == left_of(mark)
@@ -133,7 +134,7 @@ def test_no_process_is_left_behind_when_the_tests_are_killed() -> None:
 
 def left_of(mark: str) -> dict[int, bytes]:
     """The processes that do not end: some see a little later that the others have gone."""
-    deadline = time.monotonic() + chromium.DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while (left := processes_with(mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left

@@ -21,6 +21,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
+from limits import HANG_S
 from penstock.schedules import names
 from penstock.studio.inputs import DEFAULTS
 from studio_process import Studio, studio
@@ -347,7 +348,7 @@ def test_files_are_what_is_drawn(page: StudioPage) -> None:
     files = page.files()
     found = {}
     for label, href in files.items():
-        with urlopen(href, timeout=60) as answer:
+        with urlopen(href, timeout=HANG_S) as answer:
             found[label] = answer.read()
     assert 2 == len(list(csv.reader(found["CSV"].decode().splitlines())))
     assert b"<svg" in found["SVG"]

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from limits import PROCESS_S
 from penstock.cli import main
 
 PROGRAM = Path(sys.executable).with_name("penstock")
@@ -66,7 +67,7 @@ def run_process(
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROCESS_S,
         cwd=folder,
         env=environment,
         check=False,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import PROGRAM, run, run_process
 
+from limits import PROCESS_S
 from penstock.cli.screen import print_json
 
 SCHEDULES = ("show", "simulate", "compare", "search", "verify", "convert")
@@ -87,7 +88,9 @@ def test_wrong_usage_is_told_in_one_line(args: list[str], code: int, expected: s
 def test_error_is_one_line_in_a_process_too_however_narrow_the_screen() -> None:
     env = {**os.environ, "COLUMNS": "20"}
     command = [PROGRAM, "show", "ZBW"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PROCESS_S, env=env, check=False
+    )
     assert (1, 1) == (done.returncode, done.stderr.count("\n"))
 
 
@@ -101,7 +104,7 @@ def test_debug_shows_where_an_error_comes_from() -> None:
 def test_reader_that_has_had_enough_is_no_error(command: str) -> None:
     script = f"{PROGRAM} {command} | head -1"
     done = subprocess.run(
-        ["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False
+        ["sh", "-c", script], capture_output=True, text=True, timeout=PROCESS_S, check=False
     )
     assert (1, "") == (done.stdout.count("\n"), done.stderr)
 
@@ -148,7 +151,7 @@ def test_terminal_gets_colours_unless_no_color_is_set(is_plain: bool) -> None:
     env |= {"TERM": "xterm-256color"} | ({"NO_COLOR": "1"} if is_plain else {})
     # Its header is bold, and NO_COLOR means that too.
     command = [PROGRAM, "simulate", "1F1B", "-p", "2"]
-    subprocess.run(command, stdout=theirs, timeout=60, env=env, check=True)
+    subprocess.run(command, stdout=theirs, timeout=PROCESS_S, env=env, check=True)
     assert is_plain == (b"\x1b" not in os.read(ours, 1_000_000))
     os.close(ours)
     os.close(theirs)
@@ -226,7 +229,7 @@ def test_numbers_that_are_too_large_all_the_same_are_told_in_one_line(
 def test_closed_stream_is_no_error(closed: str) -> None:
     script = f"{PROGRAM} list {closed}; ({PROGRAM} show nosuch {closed}); echo $?"
     done = subprocess.run(
-        ["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False
+        ["sh", "-c", script], capture_output=True, text=True, timeout=PROCESS_S, check=False
     )
     assert "Traceback" not in done.stdout + done.stderr
     assert "1" == done.stdout.splitlines()[-1]

@@ -11,18 +11,19 @@ from urllib.parse import urlsplit
 import pytest
 from command_line import run
 
+from limits import HANG_S
 from penstock import CostTable, schedules, simulate
 from penstock.sim import RecordedStep, Recording
 from penstock.studio.inputs import read_inputs
 from penstock.studio.serve import has_screen
 from process_marks import processes_with
-from studio_process import DEADLINE_S, Studio, studio
+from studio_process import Studio, studio
 
 needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 
 
 def wait_for_processes(mark: str, count: int) -> None:
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + HANG_S
     while count != len(processes_with(mark)):
         assert time.monotonic() < end, f"there are {len(processes_with(mark))}, not {count}"
         time.sleep(0.01)
@@ -85,7 +86,7 @@ def ask(running: Studio, path: str) -> socket.socket:
     """Does not wait for an answer."""
     where = urlsplit(running.address)
     assert where.hostname is not None
-    asked = socket.create_connection((where.hostname, where.port or 0), timeout=DEADLINE_S)
+    asked = socket.create_connection((where.hostname, where.port or 0), timeout=HANG_S)
     asked.sendall(f"GET {path} HTTP/1.1\r\nHost: {where.hostname}\r\n\r\n".encode())
     return asked
 
@@ -103,7 +104,7 @@ def test_page_is_opened_in_the_browser_where_there_is_a_screen(tmp_path: Path) -
     browser.write_text(f'#!/bin/sh\necho "$1" > {asked}.part && mv {asked}.part {asked}\n')
     browser.chmod(0o755)
     with studio("--port", 0, "-p", 2, DISPLAY=":0", BROWSER=f"{browser} %s") as running:
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + HANG_S
         while not asked.exists():
             assert time.monotonic() < end, "nothing was opened"
             time.sleep(0.01)
@@ -197,6 +198,6 @@ def test_other_commands_load_no_server() -> None:
         "print([name for name in ('starlette', 'uvicorn', 'anyio') if name in sys.modules])\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S
     )
     assert "[]\n" == ran.stdout

@@ -9,6 +9,7 @@ import pytest
 from command_line import run
 
 import penstock.cli.train as module
+from limits import PROCESS_S
 from penstock import schedules
 from penstock.cli.train_display import Bar, JsonLines, Lines, Silence, make_display
 from penstock.training.settings import GptConfig, TrainConfig
@@ -54,7 +55,9 @@ def test_options_are_checked_without_torch() -> None:
         "finally:\n"
         "    print('torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PROCESS_S
+    )
     assert (1, "False\n") == (done.returncode, done.stdout)
     assert done.stderr.startswith("error: --batch is 10")
 

@@ -11,11 +11,9 @@ from weakref import WeakSet
 import pytest
 import torch
 
+from limits import HANG_S
 from penstock.comm import shared_memory
 from penstock.comm.shared_memory import Listener, SharedMemoryLink, connect
-
-TIMEOUT_S = 5.0
-
 
 Ends = tuple[SharedMemoryLink, SharedMemoryLink]
 
@@ -32,7 +30,7 @@ def ends() -> Ends:
 
 def receive(link: SharedMemoryLink, like: torch.Tensor) -> torch.Tensor:
     tensor = torch.empty_like(like)
-    link.recv(tensor).wait(TIMEOUT_S)
+    link.recv(tensor).wait(HANG_S)
     return tensor
 
 
@@ -52,14 +50,14 @@ def test_messages_fill_receives_in_order_whichever_is_waited_for_first(ends: End
     works = [ends[1].recv(buffer) for buffer in buffers]
     for number in range(3):
         ends[0].send(torch.full((2,), float(number)))
-    works[2].wait(TIMEOUT_S)
+    works[2].wait(HANG_S)
     assert [0.0, 1.0, 2.0] == [buffer[0].item() for buffer in buffers]
-    works[0].wait(TIMEOUT_S)
+    works[0].wait(HANG_S)
 
 
 def test_senders_tensor_is_free_as_soon_as_it_is_sent(ends: Ends) -> None:
     tensor = torch.ones(4)
-    ends[0].send(tensor).wait(TIMEOUT_S)
+    ends[0].send(tensor).wait(HANG_S)
     tensor.zero_()
     assert torch.equal(torch.ones(4), receive(ends[1], tensor))
 
@@ -121,7 +119,7 @@ def test_sender_that_waits_gets_rid_of_what_the_socket_had_no_room_for(ends: End
     thread = threading.Thread(target=answer_in_the_end)
     thread.start()
     receive(ends[0], like)
-    thread.join(TIMEOUT_S)
+    thread.join(HANG_S)
     assert list(range(count)) == received
 
 
@@ -142,7 +140,7 @@ def test_who_waits_for_one_process_sends_what_another_had_no_room_for() -> None:
     thread = threading.Thread(target=run_one)
     thread.start()
     receive(zero_to_two, like)
-    thread.join(TIMEOUT_S)
+    thread.join(HANG_S)
     assert not thread.is_alive()
 
 
@@ -168,9 +166,9 @@ def test_wait_for_a_send_ends_when_the_socket_has_taken_it(ends: Ends) -> None:
         target=lambda: received.extend(receive(ends[1], like).item() for _ in range(count))
     )
     thread.start()
-    works[-1].wait(TIMEOUT_S)
+    works[-1].wait(HANG_S)
     assert count == ends[0].num_flushed()
-    thread.join(TIMEOUT_S)
+    thread.join(HANG_S)
     assert list(range(count)) == received
 
 
@@ -213,7 +211,7 @@ def test_close_wakes_up_who_waits(ends: Ends) -> None:
     began_s = time.monotonic()
     with pytest.raises(ConnectionError):
         receive(ends[1], torch.empty(3))
-    assert time.monotonic() - began_s < TIMEOUT_S
+    assert time.monotonic() - began_s < HANG_S
 
 
 def test_message_that_does_not_come_in_time_is_told(ends: Ends) -> None:
@@ -243,8 +241,8 @@ def test_want_of_open_files_is_told(ends: Ends) -> None:
 
 def test_listener_tells_ranks_apart() -> None:
     listener = Listener()
-    links = {rank: connect(listener.name, rank, TIMEOUT_S) for rank in (3, 1)}
-    accepted = dict(listener.accept(TIMEOUT_S) for _ in links)
+    links = {rank: connect(listener.name, rank, HANG_S) for rank in (3, 1)}
+    accepted = dict(listener.accept(HANG_S) for _ in links)
     listener.close()
     for rank, connection in links.items():
         SharedMemoryLink(connection, WeakSet()).send(torch.tensor([rank]))
@@ -259,7 +257,7 @@ def test_listener_waits_no_longer_than_it_may() -> None:
 
 def test_listener_refuses_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = Listener()
-    stranger = connect(listener.name, 1, TIMEOUT_S)
+    stranger = connect(listener.name, 1, HANG_S)
     own = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: own + 1)
     with pytest.raises(TimeoutError):

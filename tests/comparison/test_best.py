@@ -2,6 +2,7 @@
 
 import pytest
 
+from limits import HANG_S
 from penstock.comparison import Question, ShareCosts, find_best
 from penstock.errors import ScheduleError
 from penstock.planner import search
@@ -16,7 +17,7 @@ def question(memory: float | None = None) -> Question:
 
 def test_best_is_the_fastest_of_all_and_its_bound_that_of_all() -> None:
     asked = question()
-    found = find_best(asked, GROUPS, seconds=60, effort=0.1)
+    found = find_best(asked, GROUPS, seconds=HANG_S, effort=0.1)
     each = [
         search(asked.costs.table(group[0]), 4, 8, placements=group, effort=0.1) for group in GROUPS
     ]
@@ -30,9 +31,9 @@ def test_group_that_does_not_fit_is_left_out() -> None:
     costs = ShareCosts(after_forward=(1.0, 2.0, 3.0, 4.0))
     asked = Question(costs, 2, 8, 2.5, "makespan")
     groups = [default_placements(2, 2), default_placements(4, 2)]
-    assert 4 == find_best(asked, groups, seconds=60, effort=0.1).schedule.num_stages
+    assert 4 == find_best(asked, groups, seconds=HANG_S, effort=0.1).schedule.num_stages
     with pytest.raises(ScheduleError, match="Nothing fits: rank 1 may hold"):
-        find_best(asked, groups[:1], seconds=60, effort=0.1)
+        find_best(asked, groups[:1], seconds=HANG_S, effort=0.1)
 
 
 def test_seconds_are_shared_by_the_groups() -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from limits import HANG_S
 from penstock import Pipeline, PipelineStage, schedules
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def make_pipeline(
         for index in schedule.placement.stages_of(rank)
     ]
     return Pipeline(
-        stages, schedule, **({"loss_fn": nn.functional.mse_loss, "timeout": 20} | kwargs)
+        stages, schedule, **({"loss_fn": nn.functional.mse_loss, "timeout": HANG_S} | kwargs)
     )
 
 
@@ -132,7 +133,7 @@ def _main(
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=40),
+        timeout=datetime.timedelta(seconds=HANG_S),
     )
     path = Path(folder)
     for name, scenario in scenarios:
@@ -187,7 +188,7 @@ class Session:
             if process.is_alive():
                 process.kill()
         for process in self.processes:
-            process.join(10)
+            process.join(HANG_S)
         assert not any(process.is_alive() for process in self.processes)
 
     def comes(self, name: str, limit_s: float) -> bool:

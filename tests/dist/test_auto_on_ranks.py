@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from auto_training import AutoRun, assert_trained_alike, train_auto
+from limits import HANG_S, PROCESS_S
 from penstock import CostTable, Pipeline, PipelineStage, Placement
 from penstock.planner import SearchResult, search
 from stage_training import CPU, Group, rank_in
@@ -20,7 +21,7 @@ from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.dist
 
-SOON_S = 15.0  # It takes less than 1 s; a machine that is busy takes longer.
+SOON_S = HANG_S / 2  # Ranks that were not told would wait twice as long.
 SLOW_S, FAST_S = 0.03, 0.001
 
 
@@ -69,7 +70,7 @@ def measure_slow_stages(group: Group) -> CostTable:
     stage = PipelineStage(SlowStage((SLOW_S, FAST_S)[rank]), rank, 2, CPU, group=group)
     x, target = torch.ones(4, 8, requires_grad=True), torch.zeros(4, 8)
     return penstock.measure_costs(
-        stage, 4, nn.functional.mse_loss, x, target=target, repeats=2, timeout=20
+        stage, 4, nn.functional.mse_loss, x, target=target, repeats=2, timeout=HANG_S
     )
 
 
@@ -86,7 +87,7 @@ def test_waiting_for_a_slow_rank_is_no_cost_of_the_fast_one(pool: WorkerPool) ->
 def _train_auto(rank: int, num_ranks: int, *, num_steps: int = 5, **options: Any) -> None:
     placement = Placement.linear(num_ranks)
     stages = [PipelineStage(Explosive(), i, num_ranks, CPU) for i in placement.stages_of(rank)]
-    options = {"n_microbatches": 4, "loss_fn": nn.functional.mse_loss, "timeout": 20, **options}
+    options = {"n_microbatches": 4, "loss_fn": nn.functional.mse_loss, "timeout": HANG_S, **options}
     pipeline = Pipeline(stages, "auto", **options)
     for _ in range(num_steps):
         pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
@@ -140,9 +141,9 @@ def test_all_ranks_end_if_the_search_fails_or_a_rank_dies_during_it(tmp_path: Pa
         ("dies", _die_while_searching),
     ]
     with Session(tmp_path, 3, scenarios) as session:
-        assert session.comes("searching", 60)
+        assert session.comes("searching", PROCESS_S)
         session.signal("dies", 1, 9)
-        session.join(SOON_S + 5)
+        session.join(PROCESS_S)
 
         for report in session.reports("nothing fits"):
             assert report.is_a("ScheduleError")
@@ -167,9 +168,9 @@ def test_all_ranks_end_if_the_search_fails_or_a_rank_dies_during_it(tmp_path: Pa
 
 def test_others_end_if_the_rank_that_searches_dies(tmp_path: Path) -> None:
     with Session(tmp_path, 2, [("dies", _die_while_searching)]) as session:
-        assert session.comes("searching", 60)
+        assert session.comes("searching", PROCESS_S)
         session.signal("dies", 0, 9)
-        session.join(SOON_S + 5)
+        session.join(PROCESS_S)
         report = session.report("dies", 1)
         assert report.is_a("CommError")
         assert "stopped waiting for the schedule of the next steps by rank 0" in report.text

@@ -18,13 +18,13 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from limits import HANG_S, PROCESS_S
 from penstock.backward import SplitEngine, stage_backward_input, stage_backward_weight
 
 pytestmark = pytest.mark.dist
 
 NUM_RANKS = 2
 NUM_STEPS = 3
-TIMEOUT_S = 25.0
 
 
 class Model(nn.Module):
@@ -121,7 +121,7 @@ def _main(rank: int, mechanism: str, store: str, failures: str) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=NUM_RANKS,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S / 2),
+        timeout=datetime.timedelta(seconds=HANG_S),
     )
     try:
         _train(rank, mechanism)
@@ -143,7 +143,7 @@ def test_gradients_are_averaged_over_ranks_in_the_weight_half(
     context = mp.get_context("spawn")
     args = (mechanism, str(tmp_path / "store"), str(tmp_path))
     processes = [context.Process(target=_main, args=(rank, *args)) for rank in range(NUM_RANKS)]
-    deadline = datetime.datetime.now() + datetime.timedelta(seconds=TIMEOUT_S)
+    deadline = datetime.datetime.now() + datetime.timedelta(seconds=PROCESS_S)
     try:
         for process in processes:
             process.start()
@@ -155,8 +155,8 @@ def test_gradients_are_averaged_over_ranks_in_the_weight_half(
         for process in processes:
             if process.is_alive():
                 process.kill()
-                process.join(5)
+                process.join(HANG_S)
     reports = [path.read_text() for path in sorted(tmp_path.glob("rank*.txt"))]
     assert not reports, "\n".join(reports)
-    assert [] == hung, f"ranks {hung} did not finish in {TIMEOUT_S} s"
+    assert [] == hung, f"ranks {hung} did not finish in {PROCESS_S} s"
     assert [0, 0] == [process.exitcode for process in processes]

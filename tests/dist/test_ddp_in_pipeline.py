@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock
+from limits import HANG_S
 from local_steps import mean_square
 from penstock import Pipeline, PipelineStage, Schedule, SplitPoint, StageError, schedules
 from stage_training import assert_close, assert_same_grads, make_stages
@@ -78,7 +79,7 @@ def _train_in(
     model = MODELS["mlp"]
     schedule = schedules.get(name)(num_ranks=2, num_microbatches=4)
     stages, own = (_trace if is_traced else _make)(schedule, pipeline_group, replica_group)
-    pipeline = Pipeline(stages, schedule, loss_fn=mean_square, timeout=20)
+    pipeline = Pipeline(stages, schedule, loss_fn=mean_square, timeout=HANG_S)
     optimizer = make_optimizer(own.values(), SIZE, "mean")
     records = []
     for step in range(NUM_STEPS):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from limits import PROCESS_S
 from penstock import Recording
 from process_marks import marked, processes_with
 
 pytestmark = pytest.mark.dist
 
-TIMEOUT_S = 120
 PENSTOCK = [sys.executable, "-m", "penstock"]
 
 
@@ -23,7 +23,7 @@ def test_demo_trains_and_shows_both_schedules(tmp_path: Path) -> None:
         [*PENSTOCK, "demo", "--steps=4", f"--folder={tmp_path / 'demo'}"],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=PROCESS_S,
     )
     assert (0, "") == (done.returncode, done.stderr)
     assert "1F1B, measured" in done.stdout
@@ -56,6 +56,6 @@ def test_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
         assert process.stdout.readline().startswith("step   1")
         process.send_signal(signal.SIGINT)
         # The pipe of the output ends only when the last of them has.
-        _, errors = process.communicate(timeout=TIMEOUT_S)
+        _, errors = process.communicate(timeout=PROCESS_S)
         assert {} == processes_with(mark)
     assert (130, "interrupted\n") == (process.returncode, errors)

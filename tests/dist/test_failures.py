@@ -25,13 +25,14 @@ from failing_ranks import (
 )
 from torch import Tensor, nn
 
+from limits import HANG_S, PROCESS_S
 from penstock import DeadlineError, Pipeline, PipelineStage
 from penstock.ir import Backward, BackwardInput
 
 pytestmark = pytest.mark.dist
 
-SOON_S = 15.0  # It takes less than 1 s; a machine that is busy takes longer.
-SHORT_TIMEOUT_S = 1.0
+SOON_S = HANG_S / 2  # Ranks that were not told would wait twice as long.
+SHORT_TIMEOUT_S = 1.0  # Of pipelines that are to wait it out: what they say then is tested.
 SCHEDULES = ("1F1B", "ZB-V")
 STEPS = ("first", "third")
 VICTIM = 1
@@ -192,7 +193,7 @@ def _change_the_batch(rank: int, num_ranks: int) -> None:
 
 
 def _lose_gradients_on_one_rank(rank: int, num_ranks: int) -> None:
-    pipeline = make_pipeline(rank, num_ranks, timeout=2 * SHORT_TIMEOUT_S)
+    pipeline = make_pipeline(rank, num_ranks)
     step(pipeline)
     if rank == 0:
         note_failure()
@@ -240,7 +241,7 @@ def _step_after_an_absence(rank: int, num_ranks: int) -> None:
         with suppress(DeadlineError):
             step(first)
     dist.barrier()
-    step(make_pipeline(rank, num_ranks, timeout=2 * SHORT_TIMEOUT_S, group=group))
+    step(make_pipeline(rank, num_ranks, group=group))
 
 
 def _wait_for_a_signal(name: str, rank: int, num_ranks: int) -> None:
@@ -250,15 +251,13 @@ def _wait_for_a_signal(name: str, rank: int, num_ranks: int) -> None:
     def burn(call: int) -> None:
         if call == 2 * m + 2:
             Path(os.environ["PENSTOCK_TEST_FOLDER"], f"{name} me").touch()
-            for _ in range(300):
-                time.sleep(0.1)
+            time.sleep(HANG_S)  # Until the signal comes.
 
     pipeline = make_pipeline(
         rank,
         num_ranks,
         m=m,
         module_of=lambda stage: Explosive(burn if rank == VICTIM else None),
-        timeout=60,
     )
     step(pipeline, 4)
 
@@ -303,10 +302,10 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[S
     scenarios = [*TOGETHER, *(WITH_FOUR_RANKS if num_ranks == 4 else []), *AT_THE_END]
     with Session(folder, num_ranks, scenarios, shared_memory=shared_memory) as session:
         for name, signum in (("interrupt", signal.SIGINT), ("kill", signal.SIGKILL)):
-            if session.comes(f"{name} me", 90):
+            if session.comes(f"{name} me", PROCESS_S):
                 time.sleep(0.3)  # Until the others wait.
                 session.signal(name, VICTIM, signum)
-        session.join(20)
+        session.join(PROCESS_S)
         yield session
 
 
@@ -352,7 +351,7 @@ def _check_that_waiting_ends(session: Session, scenario: str) -> None:
         assert "DeadlineError" in report.text or report.is_a("DeadlineError"), report.trace
         assert report.text.startswith(f"rank {rank} ")
         assert re.search(r"waited 1 s for the \w+ of microbatch \d for stage \d", report.text)
-        assert SHORT_TIMEOUT_S * 0.5 < report.ended_at - failed_at < SHORT_TIMEOUT_S + 5
+        assert SHORT_TIMEOUT_S * 0.5 < report.ended_at - failed_at < SOON_S
     in_vain = [report for _, report in waiting if report.is_a("DeadlineError")]
     assert in_vain
     for report in in_vain:
@@ -388,7 +387,7 @@ def test_a_rank_that_makes_no_step_is_named(session: Session) -> None:
             "pipeline, in vain."
         )
         assert report.text.startswith(expected)
-        assert report.seconds < SHORT_TIMEOUT_S + 5
+        assert report.seconds < SOON_S
 
 
 @with_four_ranks
@@ -398,7 +397,7 @@ def test_a_rank_that_comes_too_late_is_told(session: Session) -> None:
     for report in reports:
         assert report.is_a("CommError"), report.trace
     assert "ranks 0, 1, 2 to begin a first step again, after giving up" in reports[late].text
-    assert reports[late].seconds < 3 * SHORT_TIMEOUT_S + 5
+    assert reports[late].seconds < SOON_S
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
+from limits import HANG_S
 from local_steps import mean_square, randn
 from penstock import Pipeline, schedules
 from stage_training import make_stages
@@ -22,7 +23,7 @@ def _grow(group: dist.ProcessGroup, name: str) -> tuple[int, int]:
     modules = [nn.Linear(COLUMNS, COLUMNS).double() for _ in range(schedule.num_stages)]
     held = schedule.placement.stages_of(dist.get_rank(group))
     pipeline = Pipeline(
-        make_stages(group, modules, held), schedule, loss_fn=mean_square, timeout=20
+        make_stages(group, modules, held), schedule, loss_fn=mean_square, timeout=HANG_S
     )
     x, target = randn(ROWS, COLUMNS), randn(ROWS, COLUMNS)
     return growth_of(lambda: pipeline.step(x, target=target))
@@ -33,7 +34,7 @@ def _leave(group: dist.ProcessGroup, name: str) -> list[tuple[int, ...]]:
     modules = [nn.Linear(8, 8).double() for _ in range(schedule.num_stages)]
     held = schedule.placement.stages_of(dist.get_rank(group))
     pipeline = Pipeline(
-        make_stages(group, modules, held), schedule, loss_fn=mean_square, timeout=20
+        make_stages(group, modules, held), schedule, loss_fn=mean_square, timeout=HANG_S
     )
     x, target = randn(8, 8), randn(8, 8)
     before = live_tensors()

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from limits import HANG_S
 from local_steps import mean_square, mlp_batch, zero_grad
 from penstock import Pipeline, Schedule, schedules
 from stage_training import assert_close, assert_same_grads, make_stages
@@ -106,7 +107,7 @@ def _step(group: dist.ProcessGroup, name: str, kind: str) -> list[StepRecord]:
     schedule, modules = _make(name), _modules(kind)
     held = schedule.placement.stages_of(dist.get_rank(group))
     stages = make_stages(group, modules, held)
-    pipeline = Pipeline(stages, schedule, loss_fn=mean_square, timeout=20)
+    pipeline = Pipeline(stages, schedule, loss_fn=mean_square, timeout=HANG_S)
     torch.manual_seed(1)
     x, target = mlp_batch().args[0].requires_grad_(), mlp_batch().target
     records = []
@@ -158,7 +159,7 @@ def _step_dynamic(group: dist.ProcessGroup, name: str) -> StepRecord:
     modules = [model.stage(index, NUM_STAGES) for index in range(NUM_STAGES)]
     stages = make_stages(group, modules, held, dynamic_shapes=True)
     loss_fn = model.loss_fn("sum")
-    pipeline = Pipeline(stages, schedule, loss_fn=loss_fn, scale_grads=False, timeout=20)
+    pipeline = Pipeline(stages, schedule, loss_fn=loss_fn, scale_grads=False, timeout=HANG_S)
     outputs = []
     for batch in _batches():
         args, targets = [(x,) for x, _ in batch], [target for _, target in batch]

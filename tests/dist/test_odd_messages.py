@@ -10,6 +10,8 @@ import torch
 from failing_ranks import Scenario, Session, make_pipeline
 from torch import Tensor, nn
 
+from limits import PROCESS_S
+
 pytestmark = pytest.mark.dist
 
 NUM_STEPS = 3
@@ -114,7 +116,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[S
     folder: Path = tmp_path_factory.mktemp("messages")
     scenarios: list[tuple[str, Scenario]] = [(name, partial(_send, name)) for name in MESSAGES]
     with Session(folder, 2, scenarios, shared_memory=request.param) as session:
-        session.join(60)
+        session.join(PROCESS_S)
         yield session
 
 

@@ -23,5 +23,5 @@ RUNS = [
 def test_model_trains_as_whole(name: str, cut: str, schedule: str, pool: WorkerPool) -> None:
     model = REAL_MODELS[name]
     # The first run loads transformers, which takes a while.
-    ranks = pool.run(2, cut_and_train, name, cut, schedule, timeout_s=100)
+    ranks = pool.run(2, cut_and_train, name, cut, schedule)
     assert_like_whole(train_whole(model, model.build(), model.batch()), ranks)

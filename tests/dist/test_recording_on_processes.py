@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
+from limits import HANG_S
 from local_steps import mean_square, randn
 from penstock import CommError, Pipeline, Recording, schedules
 from penstock.ir.inputs import Inputs
@@ -21,7 +22,9 @@ def _make(group: dist.ProcessGroup, name: str, num_ranks: int) -> Pipeline:
     schedule = schedules.get(name)(num_ranks=num_ranks, num_microbatches=4)
     modules = [nn.Linear(COLUMNS, COLUMNS).double() for _ in range(schedule.num_stages)]
     held = schedule.placement.stages_of(dist.get_rank(group))
-    return Pipeline(make_stages(group, modules, held), schedule, loss_fn=mean_square, timeout=5)
+    return Pipeline(
+        make_stages(group, modules, held), schedule, loss_fn=mean_square, timeout=HANG_S
+    )
 
 
 def _record(group: dist.ProcessGroup, name: str, num_ranks: int) -> Recording:

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from limits import HANG_S
 from penstock import DeadlineError, PipelineError, Schedule, schedules
 from skip_models import (
     KINDS,
@@ -161,7 +162,7 @@ def _wait_in_vain(group: dist.ProcessGroup, run: SkipRun, key: str) -> tuple[boo
     modules = run.modules()
     modules[0] = _Stuck(store, key, 0, 4, run.skips, ()).double()
     # Only the last rank is impatient.
-    pipeline = make_skip_pipeline(group, run, modules, timeout=0.5 if rank == 3 else 20)
+    pipeline = make_skip_pipeline(group, run, modules, timeout=0.5 if rank == 3 else HANG_S)
     x, target = run.batch(0)
     try:
         pipeline.step(x, target=target)

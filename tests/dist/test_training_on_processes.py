@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from limits import PROCESS_S
 from penstock.comm import LocalGroup, local_ranks
 from penstock.training.settings import GptConfig, TrainConfig
 from penstock.training.text import read_text
@@ -21,7 +22,6 @@ from process_marks import marked, processes_with
 
 pytestmark = pytest.mark.dist
 
-TIMEOUT_S = 90
 PENSTOCK = [sys.executable, "-m", "penstock"]
 MODEL = GptConfig(num_layers=4, width=16, num_heads=2, context=8)
 SIZES = ["--layers=4", "--width=16", "--heads=2", "--context=8", "--batch=8", "--lr=0.01"]
@@ -31,7 +31,7 @@ ENDLESS = ["train", *SIZES, "--steps=1000000", "--json"]
 def command(*args: str) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [*PENSTOCK, *args], env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+        [*PENSTOCK, *args], env=env, capture_output=True, text=True, timeout=PROCESS_S
     )
     return done
 
@@ -105,7 +105,7 @@ def two_nodes(folder: Path, args: list[str]) -> str:
                         start_new_session=True,
                     )
                 )
-        assert [0, 0] == [node.wait(TIMEOUT_S) for node in nodes]
+        assert [0, 0] == [node.wait(PROCESS_S) for node in nodes]
     finally:
         for node in nodes:
             if node.poll() is None:
@@ -130,7 +130,7 @@ def endless_training() -> Iterator[tuple[subprocess.Popen[str], str]]:
         assert process.stdout is not None
         assert 1 == json.loads(process.stdout.readline())["step"]
         yield process, mark
-    process.communicate(timeout=TIMEOUT_S)
+    process.communicate(timeout=PROCESS_S)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -143,7 +143,7 @@ def test_end_of_the_command_leaves_no_process(signum: int, code: int, told: str)
         assert 3 == len(processes_with(mark))
         process.send_signal(signum)
         # The pipe of the output ends only when the last of them has.
-        _, errors = process.communicate(timeout=TIMEOUT_S)
+        _, errors = process.communicate(timeout=PROCESS_S)
         assert {} == processes_with(mark)
     assert (code, told) == (process.returncode, errors)
 
@@ -153,7 +153,7 @@ def test_rank_that_is_killed_ends_all_with_its_name() -> None:
     with endless_training() as (process, mark):
         [pid] = [pid for pid, env in processes_with(mark).items() if b"\0RANK=1\0" in env]
         os.kill(pid, signal.SIGKILL)
-        _, errors = process.communicate(timeout=TIMEOUT_S)
+        _, errors = process.communicate(timeout=PROCESS_S)
         assert {} == processes_with(mark)
     assert 1 == process.returncode
     [line] = errors.splitlines()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from limits import HANG_S, PROCESS_S
 from worker_pool import WorkerError, WorkerPool
 
 pytestmark = pytest.mark.dist
@@ -51,16 +52,19 @@ def test_failure_is_reported_and_the_next_call_works(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
-    [(_hang, r"no answer from ranks \[0, 1\]"), (_leave, "the process of rank . has ended")],
+    ("function", "timeout_s", "message"),
+    [
+        (_hang, 0.5, r"no answer from ranks \[0, 1\]"),  # The limit is what is tested.
+        (_leave, PROCESS_S, "the process of rank . has ended"),
+    ],
 )
 def test_workers_that_hang_or_end_are_replaced(
-    function: Any, message: str, pool: WorkerPool
+    function: Any, timeout_s: float, message: str, pool: WorkerPool
 ) -> None:
     pool.run(1, _fail_on, 1)
     pids = pool.pids
     with pytest.raises(WorkerError, match=message):
-        pool.run(2, function, timeout_s=0.5)
+        pool.run(2, function, timeout_s=timeout_s)
     assert [] == [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
@@ -81,12 +85,12 @@ def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": here, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROCESS_S,
         check=False,
     )
     pids = list(map(int, done.stdout.split()))
     assert 4 == len(pids), done.stderr
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + HANG_S
     while any(_is_running(pid) for pid in pids) and time.monotonic() < until_s:
         time.sleep(0.02)
     assert [] == [pid for pid in pids if _is_running(pid)]

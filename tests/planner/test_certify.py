@@ -9,6 +9,7 @@ import pytest
 from problems import random_problem
 
 from fuzzing import IS_LONG
+from limits import HANG_S
 from penstock.planner import Problem, search
 from penstock.planner.exact import solve
 
@@ -35,7 +36,7 @@ def gap_to_optimum(problem: Problem) -> float:
         memory=problem.caps,
         clock=problem.clock,
         hint=found.schedule,
-        seconds=60,
+        seconds=HANG_S,
     )
     return found.time / best.lower_bound - 1
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from limits import HANG_S
 from penstock import CostError, CostTable, Placement, Schedule, ScheduleError, schedules, simulate
 from penstock.ir import (
     Action,
@@ -281,7 +282,7 @@ def test_search_that_runs_out_of_time_gives_what_it_has() -> None:
     result = solve(costs, Placement.v(4), 16, seconds=0.01, hint=hint, memory=caps)
     assert not result.is_optimal
     assert 0 <= result.lower_bound < result.report.makespan <= report.makespan
-    assert result.seconds < 5
+    assert result.seconds < HANG_S  # Without a limit it takes hours.
 
 
 def test_progress_tells_of_better_schedules_and_bounds() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import penstock
+from limits import HANG_S
 from penstock import CostError, PartitionError, SplitPoint, StageError
 
 WIDTH = 4
@@ -154,7 +155,7 @@ def test_models_can_be_traced_in_several_threads() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(HANG_S)
     assert 9 == len(pipes)
     assert apply is vars(torch.autograd.Function)["apply"]
     assert register_hook is Tensor.register_hook

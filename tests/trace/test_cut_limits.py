@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import penstock
 from cut_nets import WIDTH, Net, check, make_batch
+from limits import HANG_S
 from penstock import Balanced, PartitionError, SplitPoint, StageError, TraceError, pipe_split
 from staged_models import Batch
 
@@ -30,7 +31,7 @@ def step(pipe: penstock.Pipe, x: Tensor) -> Any:
     def main(group: penstock.LocalGroup) -> Any:
         stage = pipe.build_stage(group.rank, "cpu", group)
         pipeline = penstock.Pipeline(
-            [stage], "1F1B", n_microbatches=2, loss_fn=lambda y, _: y.mean(), timeout=20
+            [stage], "1F1B", n_microbatches=2, loss_fn=lambda y, _: y.mean(), timeout=HANG_S
         )
         return pipeline.step(x, target=x)
 

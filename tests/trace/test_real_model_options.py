@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import penstock
+from limits import HANG_S
 from penstock import Balanced, CostError, Pipeline, TraceError
 from penstock.comm import LocalGroup
 from real_models import (
@@ -134,7 +135,7 @@ def test_model_with_dropout_learns_and_drops_nothing_in_eval(name: str) -> None:
             n_microbatches=NUM_MICROBATCHES,
             loss_fn=model.loss_fn,
             kwargs_chunk_spec=model.kwargs_chunk_spec(batch),
-            timeout=20,
+            timeout=HANG_S,
         )
         optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.02)
         found = []

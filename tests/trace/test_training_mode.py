@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
+from limits import HANG_S
 from penstock import Pipe, pipe_split
 
 WIDTH = 4
@@ -172,7 +173,7 @@ def test_eval_of_a_pipeline_after_steps_is_that_of_the_model() -> None:
 
     def main(group: penstock.LocalGroup) -> Tensor | None:
         stage = pipe.build_stage(group.rank, "cpu", group)
-        return penstock.Pipeline([stage], "1F1B", n_microbatches=2, timeout=20).eval(
+        return penstock.Pipeline([stage], "1F1B", n_microbatches=2, timeout=HANG_S).eval(
             torch.cat([X, X])
         )
 
