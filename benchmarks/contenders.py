@@ -1,10 +1,12 @@
 """Pipelines to compare: each is a library with a schedule, and all are built and run alike."""
 
 import gc
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +20,9 @@ import penstock
 from penstock.ir.action import compute_parts
 
 TORCH, PENSTOCK = "torch", "penstock"
+PENSTOCK_GLOO = "penstock over gloo"
+"""Penstock without shared memory: over gloo, as torch is."""
+SWITCH = "PENSTOCK_SHARED_MEMORY"
 SCHEDULES = [name for name in penstock.schedules.names() if name != "ForwardOnly"]
 
 # torch's class for each schedule that both libraries have.
@@ -93,14 +98,30 @@ def make_schedule(name: str, p: int, m: int) -> penstock.Schedule | None:
         return None
 
 
-def list_contenders(names: Iterable[str]) -> list[Contender]:
-    """Both libraries, as far as each has the schedule."""
-    both = [Contender(library, name) for name in names for library in (TORCH, PENSTOCK)]
+def list_contenders(
+    names: Iterable[str], libraries: Sequence[str] = (TORCH, PENSTOCK)
+) -> list[Contender]:
+    """List the libraries with each schedule, as far as they have it."""
+    every = [Contender(library, name) for name in names for library in libraries]
     return [
         contender
-        for contender in both
-        if contender.library == PENSTOCK or contender.schedule in TORCH_CLASSES
+        for contender in every
+        if contender.library != TORCH or contender.schedule in TORCH_CLASSES
     ]
+
+
+@contextmanager
+def chosen_link(contender: Contender) -> Iterator[None]:
+    """Let the contender connect by its own link: build it, and take its first step, in here."""
+    before = os.environ.get(SWITCH)
+    if contender.library == PENSTOCK_GLOO:
+        os.environ[SWITCH] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(SWITCH, None)
+        if before is not None:
+            os.environ[SWITCH] = before
 
 
 def enter(
@@ -127,10 +148,11 @@ def enter(
         library.PipelineStage(module, stage, count, torch.device("cpu"))
         for module, stage in zip(modules, held, strict=True)
     ]
-    if contender.library == PENSTOCK:
-        pipeline = penstock.Pipeline(stages, schedule, loss_fn=loss_fn)
-    else:
+    if contender.library == TORCH:
         pipeline = _torch_pipeline(contender.schedule, stages, m, loss_fn)
+    else:
+        with chosen_link(contender):
+            pipeline = penstock.Pipeline(stages, schedule, loss_fn=loss_fn)
     if pipeline is None:
         return None
     return Entrant(contender, modules, pipeline, 0 in held, count - 1 in held)

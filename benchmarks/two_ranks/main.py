@@ -1,13 +1,14 @@
 """How fast is a step on two ranks that compute, and how much of it does the runtime itself take?
 
-A transformer of 8 blocks, half on each rank, each rank on a core of its own. In each round every
-contender runs one step; medians over the rounds are compared. Where blocks are small, a plain loop
-of the same forwards and backwards tells how much processor time the runtime adds to each action.
+A transformer of 8 blocks, half on each rank, each rank on a core of its own. Each schedule is run
+by torch over gloo, by Penstock over gloo, and by Penstock over shared memory, its default. In each
+round every contender runs one step. Where blocks are small, a plain loop of the same forwards and
+backwards shows how much processor time the runtime adds to each action.
 """
 
 import argparse
+import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -17,17 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 import contenders
 from contenders import (
     PENSTOCK,
+    PENSTOCK_GLOO,
     SCHEDULES,
     TORCH,
-    TORCH_CLASSES,
     Contender,
     Entrant,
     Sample,
@@ -35,11 +34,12 @@ from contenders import (
 )
 from processes import environment, run_ranks
 from split_backward.model import Block
+from two_ranks.tables import LIBRARIES, Quartiles, print_tables
 
 import penstock
+from penstock.comm.shared_memory import SharedMemoryLink
 
 RANKS, BLOCKS, WARM_UP = 2, 8, 3
-HOST_TIME_LIMIT = 0.5  # Ours ÷ torch's, per action.
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,26 @@ def time_plain_loop(entrant: Entrant, m: int, microbatch: Tensor) -> float:
 
 
 def check_losses(entrants: list[Entrant], x: Tensor, target: Tensor) -> None:
-    """Raise if contenders compute different losses."""
+    """Raise if contenders compute different losses, or not over the link that they stand for."""
     expected: list[float] = []
     for entrant in entrants:
         everyone: list[Any] = [None] * RANKS
-        dist.all_gather_object(everyone, [loss.item() for loss in entrant.step(x, target)])
+        num_links = count_shared_memory_links()
+        with contenders.chosen_link(entrant.contender):
+            losses = entrant.step(x, target)
+        uses_shared_memory = count_shared_memory_links() > num_links
+        if uses_shared_memory != (entrant.contender.library == PENSTOCK):
+            raise RuntimeError(f"{entrant.contender}: shared memory is {uses_shared_memory}.")
+        dist.all_gather_object(everyone, [loss.item() for loss in losses])
         found = max(everyone, key=len)  # Only the rank with the last stage has any.
         expected = expected or found
         if not torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4):
             raise RuntimeError(f"{entrant.contender}: losses are {found}; expected {expected}.")
+
+
+def count_shared_memory_links() -> int:
+    """Count those that are open in this process, whoever has them."""
+    return sum(type(found) is SharedMemoryLink for found in gc.get_objects())
 
 
 def run_size(size: Size, m: int, entered: list[Contender], rounds: int) -> Samples:
@@ -140,94 +151,71 @@ def host_times(contender: Contender, m: int, ranks: list[list[Sample]]) -> list[
     ]
 
 
-Figures = dict[Contender, list[float]]
+Figures = dict[str, list[float]]
+"""For each contender, by its name, a figure per round."""
 
 
-def cell(values: list[float] | None, unit: float) -> str:
-    if values is None:
-        return "-"
-    low, middle, high = (value / unit for value in contenders.quartiles(values))
-    digits = 1 if middle < 1000 else 0
-    return f"{middle:.{digits}f} \\[{low:.{digits}f}-{high:.{digits}f}]"
+def quartiles_of(figures: Figures) -> dict[str, Quartiles]:
+    return {name: contenders.quartiles(values) for name, values in figures.items()}
 
 
-def ratio_of(above: list[float] | None, below: list[float] | None) -> float | None:
-    if above is None or below is None:
-        return None
-    return statistics.median(above) / statistics.median(below)
-
-
-def marked(ratio: float | None, is_met: bool) -> str:
-    if ratio is None:
-        return "-"
-    return f"{ratio:.2f}" if is_met else f"[red]{ratio:.2f}[/]"
-
-
-def best_of(steps: Figures, library: str) -> Contender | None:
-    entered = [contender for contender in steps if contender.library == library]
-    return min(entered, key=lambda contender: statistics.median(steps[contender]), default=None)
-
-
-def step_table(size: Size, m: int, names: list[str], steps: Figures) -> Table:
-    table = Table(title=f"Width {size.width}, {m} microbatches of {size.batch} x {size.tokens}")
-    for column in ("schedule", "torch, ms \\[middle half]", "ours, ms", "torch ÷ ours"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
-    for name in names:
-        theirs, ours = (steps.get(Contender(library, name)) for library in (TORCH, PENSTOCK))
-        ratio = ratio_of(theirs, ours)
-        cells = (cell(theirs, 1e-3), cell(ours, 1e-3), marked(ratio, True))
-        table.add_row(name, *cells)
-    best = [best_of(steps, library) for library in (TORCH, PENSTOCK)]
-    values = [steps[who] if who else None for who in best]
-    ratio = ratio_of(*values)
-    cells = [
-        f"{cell(value, 1e-3)} {who.schedule}" if who else "-"
-        for who, value in zip(best, values, strict=True)
-    ]
-    table.add_section()
-    is_met = ratio is None or ratio >= size.goal
-    table.add_row("best of each", *cells, f"{marked(ratio, is_met)} (≥ {size.goal:.2f})")
-    return table
-
-
-def host_table(size: Size, names: list[str], hosts: Figures) -> Table:
-    """Only schedules that both have."""
-    table = Table(title=f"Host time per action, width {size.width}: step less plain loop")
-    columns = ("schedule", "torch, µs \\[middle half]", "ours, µs")
-    for column in (*columns, f"ours ÷ torch (≤ {HOST_TIME_LIMIT})"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
-    for name in names:
-        theirs, ours = (hosts.get(Contender(library, name)) for library in (TORCH, PENSTOCK))
-        ratio = ratio_of(ours, theirs)
-        is_met = ratio is None or ratio <= HOST_TIME_LIMIT
-        table.add_row(name, cell(theirs, 1e-6), cell(ours, 1e-6), marked(ratio, is_met))
-    return table
-
-
-def measure(size: Size, args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run one width, print its tables; what is to be saved."""
-    m, names = args.microbatches, args.names
-    rounds = args.rounds or max(5, size.rounds // (5 if args.quick else 1))
-    entered = contenders.list_contenders(names)
-    samples: Samples = run_ranks(
-        run_size, RANKS, size, m, entered, rounds, timeout_s=args.timeout, pin_to_cores=True
-    )
-    steps = {contender: contenders.step_times(ranks) for contender, ranks in samples.items()}
-    console.print(step_table(size, m, names, steps))
-    hosts: Figures = {}
-    if size.tells_host_time:
-        hosts = {who: host_times(who, m, ranks) for who, ranks in samples.items()}
-        console.print(host_table(size, [name for name in names if name in TORCH_CLASSES], hosts))
+def ratios_of(above: Figures, below: Figures) -> dict[str, Quartiles]:
+    """Divide the two of a schedule round by round: then a slow minute slows both."""
     return {
-        **asdict(size),
-        "rounds": rounds,
-        "step_s_quartiles": _quartiles(steps),
-        "host_s_per_action_quartiles": _quartiles(hosts),
+        name: contenders.quartiles([a / b for a, b in zip(above[name], values, strict=True)])
+        for name, values in below.items()
+        if name in above
     }
 
 
-def _quartiles(figures: Figures) -> dict[str, tuple[float, float, float]]:
-    return {" ".join(who): contenders.quartiles(values) for who, values in figures.items()}
+def summarise(figures: Figures) -> dict[str, Any]:
+    """Quartiles of each contender, of torch ÷ ours, and which schedule of each library is best."""
+    by_library = {
+        library: {
+            name: figures[key]
+            for name in SCHEDULES
+            if (key := key_of(Contender(library, name))) in figures
+        }
+        for library in LIBRARIES
+    }
+    best = {
+        library: min(entered, key=lambda name: statistics.median(entered[name]))
+        for library, entered in by_library.items()
+        if entered
+    }
+    fastest = {library: {"best": by_library[library][name]} for library, name in best.items()}
+    return {
+        "quartiles": quartiles_of(figures),
+        "best": best,
+        "torch_over": {
+            library: ratios_of(by_library[TORCH], by_library[library])
+            | ratios_of(fastest.get(TORCH, {}), fastest.get(library, {}))
+            for library in (PENSTOCK_GLOO, PENSTOCK)
+        },
+    }
+
+
+def key_of(contender: Contender) -> str:
+    return " ".join(contender)
+
+
+def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one width; returns what is printed and saved."""
+    m = args.microbatches
+    rounds = args.rounds or max(5, size.rounds // (5 if args.quick else 1))
+    entered = contenders.list_contenders(args.names, LIBRARIES)
+    samples: Samples = run_ranks(
+        run_size, RANKS, size, m, entered, rounds, timeout_s=args.timeout, pin_to_cores=True
+    )
+    found = {
+        **asdict(size),
+        "rounds": rounds,
+        "step_s": summarise({key_of(w): contenders.step_times(r) for w, r in samples.items()}),
+    }
+    if size.tells_host_time:
+        hosts = {key_of(who): host_times(who, m, ranks) for who, ranks in samples.items()}
+        found["host_s_per_action"] = summarise(hosts)
+    return found
 
 
 def parse_args() -> argparse.Namespace:
@@ -239,8 +227,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="width 64, a fifth of the rounds")
     parser.add_argument("--only", metavar="NAME", action="append", help="this schedule; repeatable")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for each width")
-    parser.add_argument("--gloo", action="store_true", help="ours over gloo, as torch's is")
     parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--tables", type=Path, help="print the tables of such a file, and end")
     args = parser.parse_args()
     if unknown := [width for width in args.widths.split(",") if width not in widths.split(",")]:
         parser.error(f"--widths: unknown {', '.join(unknown)}; expected some of {widths}")
@@ -253,18 +241,14 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    console = Console(width=110, highlight=False)
-    if args.gloo:
-        os.environ["PENSTOCK_SHARED_MEMORY"] = "0"
-    records = [measure(size, args, console) for size in args.sizes]
+    if args.tables:
+        print_tables(json.loads(args.tables.read_text()))
+        return
+    widths = [measure(size, args) for size in args.sizes]
+    record = {**environment(), "microbatches": args.microbatches, "widths": widths}
+    print_tables(record)
     if args.save:
         args.save.parent.mkdir(parents=True, exist_ok=True)
-        record = {
-            **environment(),
-            "gloo": args.gloo,
-            "microbatches": args.microbatches,
-            "widths": records,
-        }
         args.save.write_text(json.dumps(record, indent=1) + "\n")
 
 
