@@ -1,5 +1,6 @@
 """Makes every test run repeatable: one thread, one seed, fixed hypothesis examples."""
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -25,6 +26,12 @@ settings.load_profile("penstock")
 
 def pytest_report_header() -> str:
     return f"torch: {torch.__version__}, threads: {torch.get_num_threads()}"
+
+
+def pytest_collection_finish() -> None:
+    """Hide what is there to stay from the collector, which many tests call again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
