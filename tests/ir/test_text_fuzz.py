@@ -85,7 +85,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 @pytest.mark.fuzz
-@examples(5_000, long=100_000)
+@examples(2_000, long=100_000)
 @given(st.sampled_from(VALID), st.lists(edits, min_size=1, max_size=3))
 def test_edited_text_is_read_or_rejected_with_its_place(
     text: str, edits: list[tuple[str, int, str]]
@@ -96,7 +96,7 @@ def test_edited_text_is_read_or_rejected_with_its_place(
 
 
 @pytest.mark.fuzz
-@examples(1_000, long=20_000)
+@examples(500, long=20_000)
 @given(st.text() | st.text(alphabet='01FBIW,;()"\n\r _', max_size=60))
 def test_arbitrary_text_is_read_or_rejected_with_its_place(text: str) -> None:
     check(text)

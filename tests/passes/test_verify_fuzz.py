@@ -31,7 +31,7 @@ def test_both_accept_every_schedule_that_is_mutated(form: str) -> None:
 
 
 @pytest.mark.fuzz
-@examples(1_000, long=10_000)
+@examples(400, long=10_000)
 @given(
     st.sampled_from(list(FORMS)).flatmap(lambda form: st.sampled_from(small_schedules(form))),
     st.lists(st.sampled_from(list(MUTATIONS)), min_size=1, max_size=2),

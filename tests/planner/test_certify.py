@@ -13,7 +13,7 @@ from limits import HANG_S
 from penstock.planner import Problem, search
 from penstock.planner.exact import solve
 
-COUNT = 200 if IS_LONG else 20
+COUNT = 200 if IS_LONG else 10
 WORST_ALLOWED = 0.03
 
 
