@@ -18,12 +18,14 @@ pytestmark = pytest.mark.dist
 ROWS, COLUMNS = 64, 32
 
 
-def _make(group: dist.ProcessGroup, name: str, num_ranks: int) -> Pipeline:
+def _make(
+    group: dist.ProcessGroup, name: str, num_ranks: int, *, timeout_s: float = HANG_S
+) -> Pipeline:
     schedule = schedules.get(name)(num_ranks=num_ranks, num_microbatches=4)
     modules = [nn.Linear(COLUMNS, COLUMNS).double() for _ in range(schedule.num_stages)]
     held = schedule.placement.stages_of(dist.get_rank(group))
     return Pipeline(
-        make_stages(group, modules, held), schedule, loss_fn=mean_square, timeout=HANG_S
+        make_stages(group, modules, held), schedule, loss_fn=mean_square, timeout=timeout_s
     )
 
 
@@ -59,7 +61,7 @@ def test_ranks_record_one_timeline_in_which_messages_come_after_they_were_made(
 
 
 def _record_on_one_rank(group: dist.ProcessGroup) -> str:
-    pipeline = _make(group, "1F1B", 2)
+    pipeline = _make(group, "1F1B", 2, timeout_s=5.0)  # It is waited out.
     x, target = randn(ROWS, COLUMNS), randn(ROWS, COLUMNS)
     pipeline.step(x, target=target)
     try:
