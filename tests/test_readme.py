@@ -55,4 +55,6 @@ def test_table_of_the_demo_is_that_of_the_run_whose_figures_are_kept() -> None:
         )
         assert row in README
     assert figures[0]["losses"] == figures[1]["losses"]
-    assert f"the losses of all {len(figures[0]['losses'])} steps are equal to the last bit" in README
+    assert (
+        f"the losses of all {len(figures[0]['losses'])} steps are equal to the last bit" in README
+    )
