@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.backward.terms import ConvolutionPart, MatrixProduct, Term, value_of
+from penstock.backward.terms import Term, value_of
 
 Terms: TypeAlias = list[tuple[Tensor, Term]]
 """Each with the parameter that it is a piece of the gradient of."""
@@ -24,7 +24,8 @@ Tails: TypeAlias = list[tuple[GradientEdge, Term]]
 """Each with the place in the graph that it arrives at: from there autograd carries it on."""
 
 _PLAIN_TYPES = (torch.nn.Parameter, Tensor)
-_LARGE = (MatrixProduct, ConvolutionPart)
+# Up to here a call costs more than the addition, so that several are done in one.
+_FEW_ELEMENTS = 2**14
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -82,24 +83,27 @@ def settle(terms: Terms, *, signal_accumulators: bool) -> None:
 
 
 def _add_plainly(terms: Terms) -> None:
-    waiting: dict[int, list[Term]] = {}
-    for param, term in terms:
-        waiting.setdefault(id(param), []).append(term)
     sums = _Sums()
-    for param, _ in terms:
-        own = waiting.pop(id(param), None)
-        if own is None:  # Added already, with its first term.
-            continue
+    for param, own in _by_parameter(terms):
         grad = param.grad
         if grad is None:
             param.grad = _first_grad(param, own)
         elif grad.layout is not torch.strided:  # A sparse term came first.
             param.grad = _total(own) + grad
-        elif type(own[0]) in _LARGE:
-            grad.add_(_total(own))  # At once: the products of all weights would not fit together.
         else:
             sums.add(grad, _total(own))
     sums.run()
+
+
+def _by_parameter(terms: Terms) -> Iterable[tuple[Tensor, Sequence[Term]]]:
+    """Each parameter once, with its terms in their order."""
+    found: dict[int, tuple[Tensor, list[Term]]] = {}
+    for param, term in terms:
+        if (known := found.get(id(param))) is None:
+            found[id(param)] = param, [term]
+        else:
+            known[1].append(term)
+    return found.values()
 
 
 def _total(terms: Sequence[Term]) -> Tensor:
@@ -132,23 +136,28 @@ def _first_grad(param: Tensor, terms: Sequence[Term]) -> Tensor:
 
 
 class _Sums:
-    """Additions gathered to be done in one call, in which each gradient takes part once."""
+    """Additions of which the small ones are gathered, to be done in one call.
 
-    __slots__ = ("_pending",)
+    Large ones are done at once: the products of all weights would not fit together.
+    """
+
+    __slots__ = ("_grads", "_values")
 
     def __init__(self) -> None:
-        self._pending: dict[int, tuple[Tensor, Tensor]] = {}
+        self._grads: list[Tensor] = []
+        self._values: list[Tensor] = []
 
     def add(self, grad: Tensor, value: Tensor) -> None:
-        if id(grad) not in self._pending and value.dtype is grad.dtype and is_plain(value):
-            self._pending[id(grad)] = grad, value
+        is_small = value.numel() <= _FEW_ELEMENTS
+        if is_small and value.dtype is grad.dtype and is_plain(value):
+            self._grads.append(grad)
+            self._values.append(value)
         else:
             grad.add_(value)
 
     def run(self) -> None:
-        if self._pending:
-            grads, values = zip(*self._pending.values(), strict=True)
-            torch._foreach_add_(grads, values)
+        if self._grads:
+            torch._foreach_add_(self._grads, self._values)
 
 
 class _Delivery:
