@@ -9,6 +9,7 @@ from imports import SOURCE_FILES, SRC, imported_names, imported_names_of_file, i
 # In order: each may import from those before it. `errors` is first, so all may import it.
 WITHOUT_TORCH = (
     "errors",
+    "sealed",
     "ir",
     "schedules",
     "passes",
@@ -25,7 +26,6 @@ WITH_TORCH = (
     "comm",
     "arguments",
     "microbatch",
-    "sealed",
     "stage",
     "runtime",
     "compat",

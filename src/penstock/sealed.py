@@ -37,7 +37,8 @@ class Sealed:
 
     def _refusal(self, name: str) -> AssignmentError:
         kind = type(self).__name__
-        can_be = f"Set {', '.join(self.settable)}, or make a new {kind}."
+        can_be = f"Set {', '.join(self.settable)}, or make" if self.settable else "Make"
+        can_be = f"{can_be} a new {kind}."
         if hasattr(self, name):
             return AssignmentError(
                 f"{name} of a {kind} cannot be changed: the assignment would have no effect. "

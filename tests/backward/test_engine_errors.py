@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.backward import SplitEngine
-from penstock.errors import BackwardError
+from penstock.errors import AssignmentError, BackwardError
 
 Mechanism = Callable[[nn.Module], Callable[..., Any]]
 on_both = pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -215,3 +215,10 @@ def test_exception_in_a_weights_hook_keeps_its_type() -> None:
         model.zero_grad()
         split((_input(),), {}).backward_input(GRAD)[1]()
         assert all(param.grad is not None for param in model.parameters())
+
+
+def test_engine_is_for_one_module() -> None:
+    engine = SplitEngine(nn.Linear(2, 2))
+    message = "module of a SplitEngine cannot be changed: .* Make a new SplitEngine"
+    with pytest.raises(AssignmentError, match=message):
+        engine.module = nn.Linear(2, 2)

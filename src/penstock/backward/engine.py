@@ -28,11 +28,12 @@ from penstock.backward.terms import Unmodified
 from penstock.backward.translate import translated
 from penstock.backward.wrappers import find_wrapper
 from penstock.errors import BackwardError
+from penstock.sealed import Sealed
 
 InputGrads: TypeAlias = tuple[Tensor | None, ...]
 
 
-class SplitEngine:
+class SplitEngine(Sealed):
     """Prepares a stage's module once; then runs forwards whose backward comes in two halves.
 
     The module itself stays as it is: what the engine changes is in force only while one
@@ -74,6 +75,7 @@ class SplitEngine:
         self._parameters = [m._parameters for m in module.modules() if m._parameters]
         self._signals = any(_is_held(param) for param in self._trainable())
         self._must_walk = True
+        self._seal()
 
     def forward(self, *args: Any, **kwargs: Any) -> "ForwardPass":
         """Run the module. The returned pass holds the outputs and runs their backward."""
