@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.nn.utils.rnn import pack_sequence
 
+from limits import PROCESS_S
 from odd_tensors import Tagged
 from penstock import LocalGroup, Pipeline, PipelineStage, local_ranks
 from penstock.errors import MicrobatchError
@@ -200,7 +201,7 @@ def test_cutting_does_not_load_flex_attention() -> None:
         "penstock.split_args_kwargs_into_chunks((torch.ones(4), object()), None, 2)\n"
         "assert 'torch.nn.attention.flex_attention' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PROCESS_S)
 
 
 # Objects
@@ -275,7 +276,7 @@ def test_an_object_that_holds_a_batch_is_refused(name: str) -> None:
         torch.Generator(),
         Cache(None),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_harmless_value_goes_whole(value: Any) -> None:
     assert all(args[1] is value for args in _cut(torch.zeros(4), value)[0])

@@ -91,7 +91,7 @@ class PipelineStage(Sealed):
         self._outline: list[tuple[Any, ...]] = []
         self._is_compiled = False
         self._wrapper: tuple[str, Wrapper] | None = None
-        self.look_again()
+        self.refresh()
         self._seal()
 
     @property
@@ -104,14 +104,13 @@ class PipelineStage(Sealed):
         _check_tied(self.stage_index, module, self.tied)
         self._submod = module
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Find out how the module is made up now: it may have changed since the last step."""
         found = outline(self._submod)
         if found == self._outline:
             if self._engine is not None:
-                self._engine.recheck()
+                self._engine.refresh()
             return
-        self._outline = found
         self._engine = None
         self._is_compiled = any(map(is_compiled, self._submod.modules()))
         self._wrapper = find_wrapper(self._submod)
@@ -121,6 +120,7 @@ class PipelineStage(Sealed):
                 "find_unused_parameters=True, which looks for them in a graph that a pipeline "
                 "does not give it. Leave that out, and let every parameter be used."
             )
+        self._outline = found
 
     def check_wrappers(self, *, is_split: bool) -> None:
         """Raises if gradients would come out wrong; `is_split`: in a backward of two halves."""
@@ -136,8 +136,8 @@ class PipelineStage(Sealed):
             else "Use fully_shard with a schedule of full backwards, such as 1F1B"
         )
         raise StageError(
-            f"stage {self.stage_index} on rank {self.group_rank}: {where} {wrapper.name}, whose "
-            f"gradients {'a split backward' if is_split else 'a pipeline'} would get wrong. "
+            f"stage {self.stage_index} on rank {self.group_rank}: {where} {wrapper.name}, which "
+            f"gives wrong gradients in {'a split backward' if is_split else 'a pipeline'}. "
             f"{remedy}; or wrap the whole stage in DistributedDataParallel, which works with every "
             "schedule."
         )

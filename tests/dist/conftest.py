@@ -14,3 +14,15 @@ def pool() -> Iterator[WorkerPool]:
         yield pool
     finally:
         pool.close()
+
+
+@pytest.fixture(scope="module")
+def fresh_pool(pool: WorkerPool) -> Iterator[WorkerPool]:
+    """The pool with processes of its own for one file.
+
+    For tests that make device meshes: torch remembers a mesh by its ranks, with groups that may be
+    gone when the next test makes one.
+    """
+    pool.kill()
+    yield pool
+    pool.kill()

@@ -68,18 +68,26 @@ def refusal_of(world: dist.ProcessGroup, kind: str, schedule: str, wraps_late: b
 @pytest.mark.parametrize(
     ("kind", "schedule", "words"),
     [
-        ("fully_shard", "ZB-H1", "it has fully_shard (FSDP2), whose gradients a split backward"),
+        (
+            "fully_shard",
+            "ZB-H1",
+            "it has fully_shard (FSDP2), which gives wrong gradients in a split",
+        ),
         ("fully_shard on a block", "ZB-H1", "its module '2' has fully_shard (FSDP2)"),
-        ("replicate", "ZB-H1", "it has replicate, whose gradients a split backward"),
-        ("replicate by DDP", "1F1B", "it has replicate (by DistributedDataParallel), whose"),
+        ("replicate", "ZB-H1", "it has replicate (built on FSDP2), which gives wrong"),
+        ("replicate by DDP", "1F1B", "it has replicate (built on DistributedDataParallel), which"),
         ("DDP on a block", "1F1B", "its module '2' has DistributedDataParallel on a part of the"),
-        ("FSDP1", "1F1B", "it has FullyShardedDataParallel (FSDP1), whose gradients a pipeline"),
+        (
+            "FSDP1",
+            "1F1B",
+            "it has FullyShardedDataParallel (FSDP1), which gives wrong gradients in a",
+        ),
     ],
 )
 def test_stage_whose_gradients_would_be_wrong_is_refused(
-    kind: str, schedule: str, words: str, wraps_late: bool, pool: WorkerPool
+    kind: str, schedule: str, words: str, wraps_late: bool, fresh_pool: WorkerPool
 ) -> None:
-    for message in pool.run(2, refusal_of, kind, schedule, wraps_late):
+    for message in fresh_pool.run(2, refusal_of, kind, schedule, wraps_late):
         assert message.startswith("stage 0 on rank 0: ")
         assert words in message
         assert "such as 1F1B" in message
@@ -109,11 +117,11 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
-def test_sharded_stage_trains_with_full_backwards(kind: str, pool: WorkerPool) -> None:
+def test_sharded_stage_trains_with_full_backwards(kind: str, fresh_pool: WorkerPool) -> None:
     module = make_module()
     x, target = batch()
     mean_square(module(x), target).backward()
-    for grads in pool.run(2, grads_with_full_backwards, kind):
+    for grads in fresh_pool.run(2, grads_with_full_backwards, kind):
         for name, param in module.named_parameters():
             assert_close(name, param.grad, grads[name])
 
@@ -133,7 +141,7 @@ def refusals_of_halves(world: dist.ProcessGroup) -> list[str]:
     return messages
 
 
-def test_halves_of_a_sharded_module_are_refused(pool: WorkerPool) -> None:
-    for by_engine, by_functions in pool.run(2, refusals_of_halves):
+def test_halves_of_a_sharded_module_are_refused(fresh_pool: WorkerPool) -> None:
+    for by_engine, by_functions in fresh_pool.run(2, refusals_of_halves):
         assert "the module has fully_shard (FSDP2), whose split backward" in by_engine
         assert "sharded by fully_shard (FSDP2) or replicate" in by_functions

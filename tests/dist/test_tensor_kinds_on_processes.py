@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from limits import HANG_S, PROCESS_S
 from odd_tensors import REFUSED, SENT, Make, Receiver, Sender, memory_of, numbers
 from penstock import Pipeline, PipelineStage, StageError
 from worker_pool import WorkerPool
@@ -44,7 +45,7 @@ def _links(shared_memory: str) -> Iterator[None]:
 
 def _pipeline(group: Any, module: nn.Module, **kwargs: Any) -> Pipeline:
     stage = PipelineStage(module, dist.get_rank(group), 2, CPU, group=group)
-    return Pipeline(stage, "1F1B", n_microbatches=2, timeout=20, **kwargs)
+    return Pipeline(stage, "1F1B", n_microbatches=2, timeout=HANG_S, **kwargs)
 
 
 def _run(group: Any, modules: list[nn.Module]) -> None:
@@ -85,7 +86,7 @@ def _send_all(group: Any, shared_memory: str) -> list[str]:
 
 @LINKS
 def test_odd_tensors_arrive(shared_memory: str, pool: WorkerPool) -> None:
-    assert [[], []] == pool.run(2, _send_all, shared_memory, timeout_s=90)
+    assert [[], []] == pool.run(2, _send_all, shared_memory, timeout_s=PROCESS_S)
 
 
 def _refuse_all(group: Any, shared_memory: str) -> dict[str, str]:
@@ -107,7 +108,7 @@ def _refuse_all(group: Any, shared_memory: str) -> dict[str, str]:
 
 @LINKS
 def test_tensors_that_cannot_be_sent_are_refused(shared_memory: str, pool: WorkerPool) -> None:
-    said, heard = pool.run(2, _refuse_all, shared_memory, timeout_s=90)
+    said, heard = pool.run(2, _refuse_all, shared_memory, timeout_s=PROCESS_S)
     expected = {name: REFUSED[name].what for name in CRASHED} | {"DTensor": "a DTensor, which"}
     assert set(expected) == set(said) == set(heard)
     for name, what in expected.items():
@@ -168,9 +169,9 @@ def _train_tensor_parallel(world: Any) -> list[tuple[list[Tensor], Tensor | None
     return results
 
 
-def test_a_stage_that_ends_in_a_row_wise_layer_trains(pool: WorkerPool) -> None:
+def test_a_stage_that_ends_in_a_row_wise_layer_trains(fresh_pool: WorkerPool) -> None:
     """The result of such a layer has no memory: sending it crashed the process."""
-    results = pool.run(4, _train_tensor_parallel, timeout_s=90)
+    results = fresh_pool.run(4, _train_tensor_parallel, timeout_s=PROCESS_S)
     model = nn.Sequential(*_blocks())
     x, target = _batch()
     expected = model(x)

@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from local_steps import mlp
-from penstock import Pipeline
+from penstock import CommError, Pipeline, StageError
+from penstock.runtime.loss_weights import sum_over_replicas
 from stage_training import assert_close, make_stages
 from staged_models import WIDTH
 from worker_pool import WorkerPool
@@ -121,3 +122,45 @@ def test_replicas_train_as_one_process_with_both_batches(
             assert_close(f"gradient of {name}", model.get_parameter(name).grad, grad)
     losses = [torch.stack(found) for _, found in results if found]
     assert_close("losses", torch.stack(expected_losses), torch.stack(losses).mean(0))
+
+
+def refusals(world: dist.ProcessGroup) -> list[str]:
+    """What a pipeline of one rank says to groups of replicas that cannot be right."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    module = nn.Linear(WIDTH, WIDTH).double()
+    wrapped = DistributedDataParallel(module, process_group=world)
+    x, target = torch.randn(4, WIDTH).double(), torch.randint(0, WIDTH, (4,))
+    messages = []
+    for options in ({"scale_grads": False}, {"loss_fn": None}, {}):
+        try:
+            stages = make_stages(alone, [wrapped], [0])
+            given = {"loss_fn": token_mean, "replica_group": alone, **options}
+            Pipeline(stages, "1F1B", n_microbatches=2, **given).step(x, target=target)
+        except StageError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_group_of_replicas_that_cannot_be_right_is_refused(pool: WorkerPool) -> None:
+    for rank, (summed, without, other) in enumerate(pool.run(2, refusals)):
+        assert "replica_group was given, but scale_grads is False" in summed
+        assert "replica_group was given, but there is no loss_fn" in without
+        assert f"replica_group has ranks [{rank}], but DistributedDataParallel around" in other
+
+
+def lonely_step(world: dist.ProcessGroup) -> str:
+    """What a replica says whose other one takes no step."""
+    if dist.get_rank() == 1:
+        return ""
+    try:
+        sum_over_replicas(1.0, world, torch.device("cpu"), 0.5)  # The deadline is what is tested.
+    except CommError as error:
+        return str(error)
+    return "no error"
+
+
+def test_replica_whose_others_take_no_step_does_not_wait_for_ever(pool: WorkerPool) -> None:
+    message, _ = pool.run(2, lonely_step)
+    pool.kill()  # gloo has closed the connections of the group.
+    assert message.startswith("replica 0 timed out or failed (limit 0.5 s) waiting for the loss")

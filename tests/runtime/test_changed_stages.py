@@ -47,11 +47,6 @@ def wrap_stage(stage: PipelineStage) -> None:
     stage.submod = nn.Sequential(stage.submod, nn.Linear(WIDTH, WIDTH).double())
 
 
-def add_parameter(stage: PipelineStage) -> None:
-    """To a module that had none, and takes it into its forward."""
-    stage.submod = nn.Sequential(stage.submod, Scale())
-
-
 class Scale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale if hasattr(self, "scale") else x
@@ -80,7 +75,6 @@ CHANGES = [
     replace_weight,
     wrap_layer,
     wrap_stage,
-    add_parameter,
     freeze,
     reclass,
     parametrise,

@@ -39,7 +39,7 @@ class SplitEngine(Sealed):
     The module itself stays as it is: what the engine changes is in force only while one
     of its calls runs. Prepare the engine when the module is complete: wrapped (DDP, say),
     lazy modules initialised. If modules are added, replaced or wrapped later, prepare another
-    one; after converting parameters in place (`half()`, say) call `recheck()`. A `PipelineStage`
+    one; after converting parameters in place (`half()`, say) call `refresh()`. A `PipelineStage`
     does both by itself. The first forward is checked more closely than later ones.
 
         >>> import torch
@@ -95,10 +95,10 @@ class SplitEngine(Sealed):
                 output.grad_fn.register_prehook(self._sink.refusal_unless(token))
         return ForwardPass(self, outputs, inputs, taps, token)
 
-    def recheck(self) -> None:
+    def refresh(self) -> None:
         """Look at the parameters again, which may have been converted in place since."""
         for leaf in self._leaves:
-            leaf.params.forget()
+            leaf.params.refresh()
 
     def _trainable(self) -> list[Tensor]:
         found = (param for params in self._parameters for param in params.values())

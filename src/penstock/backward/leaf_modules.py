@@ -90,17 +90,15 @@ class Call(NamedTuple):
     def add_terms(self, grad: Tensor, x: Tensor, terms: Terms) -> None:
         """Add the terms of the parameters, for the gradient of the output for `x`."""
         weight, bias, geometry = self
-        has_bias = bias is not None and bias.requires_grad
+        bias = bias if bias is not None and bias.requires_grad else None
         if geometry is None:
             terms.append((weight, _linear_product(grad, x, weight)))
-            if has_bias:
-                assert bias is not None
+            if bias is not None:
                 terms.append((bias, SumTo(grad, bias.shape)))
         else:
-            grads = ConvolutionGrads(grad, x, weight.detach(), geometry, (True, has_bias))
+            grads = ConvolutionGrads(grad, x, weight.detach(), geometry, (True, bias is not None))
             terms.append((weight, ConvolutionPart(grads, 0)))
-            if has_bias:
-                assert bias is not None
+            if bias is not None:
                 terms.append((bias, ConvolutionPart(grads, 1)))
 
 
@@ -108,7 +106,7 @@ def _linear_product(grad: Tensor, x: Tensor, weight: Tensor) -> MatrixProduct:
     """The gradient of a linear layer's weight, whose transpose is the right factor."""
     if is_column_major(weight.shape[::-1], weight.stride()[::-1]):
         return MatrixProduct(grad.t(), x)
-    return MatrixProduct(x.t(), grad, is_turned=True)
+    return MatrixProduct(x.t(), grad, is_transposed=True)
 
 
 class _Slot:
@@ -210,7 +208,7 @@ class _Params:
         self._bias: Tensor | None = None
         self._are_ours = False
 
-    def forget(self) -> None:
+    def refresh(self) -> None:
         """Look at the parameters anew: they may have been converted in place."""
         self._weight = self._bias = None
         self._are_ours = False

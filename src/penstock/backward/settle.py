@@ -1,7 +1,7 @@
 """Settling: adding terms to parameters' gradients, and finishing as autograd would.
 
 [1] A parameter without hooks takes its terms directly: they are computed, summed up if there
-    are several, and added to the gradient. So autograd does it, and so it rounds.
+    are several, and added to the gradient. This is how autograd adds, so the rounding is the same.
 [2] All else goes through a pass of autograd's own engine, so that tensor hooks,
     post-accumulate-grad hooks and the accumulator hooks that data-parallel reducers
     rely on run in their order, once, with the gradient in place.
@@ -23,14 +23,15 @@ Terms: TypeAlias = list[tuple[Tensor, Term]]
 Tails: TypeAlias = list[tuple[GradientEdge, Term]]
 """Each with the place in the graph that it arrives at: from there autograd carries it on."""
 
-_PLAIN_TYPES = (torch.nn.Parameter, Tensor)
-# Up to here a call costs more than the addition, so that several are done in one.
+PLAIN_TYPES = (torch.nn.Parameter, Tensor)
+"""The classes whose values are all that there is to them."""
+# Below this size a call costs more than the addition, so small ones share a call.
 _FEW_ELEMENTS = 2**14
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the kernels for dense tensors apply: no subclass, no sparse layout."""
-    return type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
 
 
 def carry_on(tails: Tails, params: Iterable[Tensor], *, retain_graph: bool = False) -> Terms:
@@ -120,7 +121,7 @@ def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
     """Whether no hook and no unusual layout asks for autograd's own way of adding."""
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         return False
-    return type(param) in _PLAIN_TYPES and (grad is None or is_plain(grad))
+    return type(param) in PLAIN_TYPES and (grad is None or is_plain(grad))
 
 
 def _first_grad(param: Tensor, terms: Sequence[Term]) -> Tensor:

@@ -63,11 +63,11 @@ class Passage:
 class MatrixSource:
     """A node of `alpha * left @ right`, or of `beta * added + alpha * left @ right`.
 
-    `is_turned` says of the left and of the right factor whether autograd computes the transpose
+    `is_transposed` says of the left and of the right factor whether autograd computes the transpose
     of its gradient.
     """
 
-    __slots__ = ("_alpha", "_beta", "_is_turned", "_left", "_left_edge", "_right", "_uses")
+    __slots__ = ("_alpha", "_beta", "_is_transposed", "_left", "_left_edge", "_right", "_uses")
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class MatrixSource:
         right: Tensor | None,
         left_edge: int,
         scales: tuple[float, float],
-        is_turned: tuple[bool, bool],
+        is_transposed: tuple[bool, bool],
     ) -> None:
         self._uses = uses
         self._left = left
         self._right = right
         self._left_edge = left_edge
         self._alpha, self._beta = scales
-        self._is_turned = is_turned
+        self._is_transposed = is_transposed
 
     @property
     def saved(self) -> Sequence[Tensor]:
@@ -98,16 +98,16 @@ class MatrixSource:
         if edge < self._left_edge:
             return SumTo(grad, _shape(target), self._beta)
         which = int(edge > self._left_edge)
-        is_turned = self._is_turned[which]
+        is_transposed = self._is_transposed[which]
         if which:  # the right factor: left.mT @ grad
             left = self._left
             assert left is not None  # autograd saves what a differentiable factor needs
-            first, second = (grad.mT, left) if is_turned else (left.mT, grad)
+            first, second = (grad.mT, left) if is_transposed else (left.mT, grad)
         else:  # the left factor: grad @ right.mT
             right = self._right
             assert right is not None
-            first, second = (right, grad.mT) if is_turned else (grad, right.mT)
-        return MatrixProduct(first, second, self._alpha, is_turned=is_turned != transposed)
+            first, second = (right, grad.mT) if is_transposed else (grad, right.mT)
+        return MatrixProduct(first, second, self._alpha, is_transposed=is_transposed != transposed)
 
 
 class ConvolutionSource:
@@ -192,25 +192,25 @@ def source_of(node: Node, uses: Sequence[Use]) -> Source | None:
 def _matrix_source(node: Any, uses: Sequence[Use], kind: _MatrixNode) -> Source | None:
     left: Tensor | None = None
     right: Tensor | None = None
-    is_left_turned = is_right_turned = False
+    is_left_transposed = is_right_transposed = False
     for use in uses:
         if use.edge == kind.left_edge:
             right = _saved(node, kind.right)
             if right is None:
                 return None
-            is_left_turned = kind.is_2d and _is_column_major(node, kind.left)
+            is_left_transposed = kind.is_2d and _is_column_major(node, kind.left)
         elif use.edge > kind.left_edge:
             left = _saved(node, kind.left)
             if left is None:
                 return None
-            is_right_turned = kind.is_2d and _is_column_major(node, kind.right)
+            is_right_transposed = kind.is_2d and _is_column_major(node, kind.right)
         elif use.transposed:
             return None
     scales = (node._saved_alpha, node._saved_beta) if kind.left_edge else (1, 1)
     if complex in map(type, scales):
         return None
-    is_turned = is_left_turned, is_right_turned
-    return MatrixSource(uses, left, right, kind.left_edge, scales, is_turned)
+    is_transposed = is_left_transposed, is_right_transposed
+    return MatrixSource(uses, left, right, kind.left_edge, scales, is_transposed)
 
 
 def _is_column_major(node: Any, factor: str) -> bool:

@@ -17,24 +17,24 @@ from penstock.errors import BackwardError
 
 
 class MatrixProduct:
-    """`alpha * left @ right`, both 2-D or both batched; transposed if `is_turned`."""
+    """`alpha * left @ right`, both 2-D or both batched; transposed if `is_transposed`."""
 
-    __slots__ = ("_alpha", "_is_turned", "_left", "_right")
+    __slots__ = ("_alpha", "_is_transposed", "_left", "_right")
 
     def __init__(
-        self, left: Tensor, right: Tensor, alpha: float = 1, *, is_turned: bool = False
+        self, left: Tensor, right: Tensor, alpha: float = 1, *, is_transposed: bool = False
     ) -> None:
         self._left = left
         self._right = right
         self._alpha = alpha
-        self._is_turned = is_turned
+        self._is_transposed = is_transposed
 
     def value(self) -> Tensor:
         left, right = self._left, self._right
         product = torch.mm(left, right) if left.dim() == 2 else torch.bmm(left, right)
         if self._alpha != 1:
             product = product.mul_(self._alpha)
-        return product.t() if self._is_turned else product
+        return product.t() if self._is_transposed else product
 
 
 def is_column_major(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile has been at this very module; those in it are not looked at."""
+    """Return whether this module itself was compiled; modules inside it are not checked."""
     is_wrapper = _is_of(module, "torch._dynamo", "OptimizedModule")
     return is_wrapper or module._compiled_call_impl is not None
 
@@ -35,7 +35,7 @@ def outline(root: nn.Module) -> list[tuple[Any, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """What reduces or shards the gradients of a module, and how far it can be worked with."""
+    """A wrapper that reduces or shards a module's gradients."""
 
     name: str
     takes_full_backwards: bool
@@ -43,9 +43,9 @@ class Wrapper:
 
 
 _SHARDED = Wrapper("fully_shard (FSDP2)", takes_full_backwards=True)
-_REPLICATED = Wrapper("replicate", takes_full_backwards=True)
+_REPLICATED = Wrapper("replicate (built on FSDP2)", takes_full_backwards=True)
 _FLAT = Wrapper("FullyShardedDataParallel (FSDP1)", takes_full_backwards=False)
-_REDUCED = Wrapper("replicate (by DistributedDataParallel)", takes_full_backwards=False)
+_REDUCED = Wrapper("replicate (built on DistributedDataParallel)", takes_full_backwards=False)
 _INNER = Wrapper("DistributedDataParallel on a part of the stage", takes_full_backwards=False)
 
 

@@ -6,12 +6,11 @@ an operation of torch. It has no memory of its own, so code that reads memory mu
 
 from typing import TypeVar, cast
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from penstock.backward.settle import PLAIN_TYPES
 
 Value = TypeVar("Value")
-
-PLAIN_TYPES = (Tensor, nn.Parameter)
-"""The classes whose values are all that there is to them."""
 
 
 def waited(value: Value) -> Value:

@@ -168,7 +168,7 @@ class ProcessGroupComm(AbstractComm):
         check_agreement([{"device": device_type} for device_type, _, _ in gathered])
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         if device.type == "cuda":
-            self._open_nccl(device)
+            self._open_nccl(device, others)
             return
         if listener is not None:
             names = {rank: gathered[rank][2] for rank in others if gathered[rank][1] == machine}
@@ -184,12 +184,11 @@ class ProcessGroupComm(AbstractComm):
             for rank in others:
                 self._links.setdefault(rank, GlooLink(group, rank))
 
-    def _open_nccl(self, device: torch.device) -> None:
-        """Links to all ranks; their channels are connected when they are opened."""
+    def _open_nccl(self, device: torch.device, others: Iterable[Rank]) -> None:
+        """Make links to all other ranks; their channels are connected when they are opened."""
         make_pair = partial(nccl_pair, self._store, self.rank, self._timeout_s)
-        for other in range(self.num_ranks):
-            if other != self.rank:
-                self._links[other] = NcclLink(self.rank, other, device, make_pair)
+        for other in others:
+            self._links[other] = NcclLink(self.rank, other, device, make_pair)
 
     def _open_shared_memory(
         self, listener: shared_memory.Listener, names: dict[Rank, bytes]

@@ -97,8 +97,8 @@ class Schedule:
     def adds_in_order(self) -> bool:
         """Whether every stage adds up its weight gradients in the order of microbatches.
 
-        All schedules that do give one model the same gradients, to the last bit, whether their
-        backwards are split or not.
+        Such schedules give one model the same gradients to the last bit, split or not, unless it
+        draws random numbers; docs/design.md has one more exception.
         """
         return all(
             mbs == sorted(mbs)

@@ -91,16 +91,26 @@ def check_settings(settings: Settings) -> Settings:
             f"loss_weight is {settings.loss_weight!r}. Expected a function from a microbatch's "
             "target to a number, such as lambda target: (target != -100).sum()."
         )
-    if not settings.scale_grads:
-        raise StageError(
-            "loss_weight was given, but scale_grads is False: gradients are the plain sum, in "
-            "which every microbatch counts once. Leave one of them out."
-        )
+    check_takes_weights("loss_weight", settings)
     return settings
 
 
+def check_takes_weights(name: str, settings: Settings) -> None:
+    """Raises if what says how much microbatches count would be ignored."""
+    if settings.loss_fn is None:
+        raise StageError(
+            f"{name} was given, but there is no loss_fn, so there is no loss to weigh. Give a "
+            f"loss_fn, or leave {name} out."
+        )
+    if not settings.scale_grads:
+        raise StageError(
+            f"{name} was given, but scale_grads is False: gradients are the plain sum, in which "
+            "every microbatch counts once. Leave one of them out."
+        )
+
+
 def check_replica_group(
-    group: dist.ProcessGroup | None, *, scale_grads: bool
+    group: dist.ProcessGroup | None, settings: Settings
 ) -> dist.ProcessGroup | None:
     """Raises unless this can be the group of the pipeline's replicas."""
     if group is None:
@@ -110,12 +120,19 @@ def check_replica_group(
             f"replica_group is a {type(group).__name__}. Expected a torch.distributed process "
             'group, such as mesh["dp"].get_group().'
         )
-    if not scale_grads:
-        raise StageError(
-            "replica_group was given, but scale_grads is False: gradients are the plain sum, "
-            "which takes no weights from other replicas. Leave one of them out."
-        )
+    check_takes_weights("replica_group", settings)
     return group
+
+
+def check_same_replicas(named: dist.ProcessGroup, averaging: dist.ProcessGroup) -> None:
+    """Raises if weights would be summed over other ranks than gradients are averaged over."""
+    ranks, others = map(dist.get_process_group_ranks, (named, averaging))
+    if sorted(ranks) != sorted(others):
+        raise StageError(
+            f"replica_group has ranks {sorted(ranks)}, but DistributedDataParallel around the last "
+            f"stage averages over {sorted(others)}. Expected the same ranks: leave replica_group "
+            "out."
+        )
 
 
 def check_stages(stages: list[PipelineStage]) -> None:

@@ -30,7 +30,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class LossWeights:
-    """What each microbatch's loss is multiplied by, on the rank of the last stage.
+    """The factors of each microbatch's loss, on the rank of the last stage.
 
     `seeds` is for the gradients, which are summed; `factors` is for the losses, whose mean is
     taken. `are_known` is False if nothing told the sizes of the microbatches: then they are taken
@@ -43,21 +43,20 @@ class LossWeights:
 
     @classmethod
     def plain(cls, num_microbatches: int) -> "LossWeights":
-        """Of a sum: every loss counts as it is."""
+        """Make those of a sum: every loss counts as it is."""
         ones = [1.0] * num_microbatches
         return cls(ones, ones)
 
     @classmethod
-    def alike(cls, num_microbatches: int, *, are_known: bool = True) -> "LossWeights":
-        """Of a mean over microbatches of one size."""
-        seeds = [1 / num_microbatches] * num_microbatches
-        return cls(seeds, [1.0] * num_microbatches, are_known)
+    def alike(cls, num_microbatches: int) -> "LossWeights":
+        """Make those of a mean over microbatches of one size."""
+        return cls.of([1.0] * num_microbatches, num_microbatches, 1)
 
     @classmethod
     def of(
         cls, weights: Sequence[float], total: float, num_replicas: int, *, are_known: bool = True
     ) -> "LossWeights":
-        """Of a mean over `num_replicas` pipelines, whose gradients are averaged afterwards."""
+        """Make those of a mean over replicas, whose gradients are averaged afterwards."""
         if not total > 0:
             raise StageError(
                 f"the weights of all microbatches are {list(weights)}, so no loss counts in this "
@@ -140,20 +139,20 @@ def weights_by_size(values: Sequence[Any], *, name: str, are_cut: bool) -> list[
     columns = _columns(values)
     found: dict[tuple[Fraction, ...], str] = {}
     for number, column in enumerate(columns):
-        found.setdefault(_proportions([x.numel() for x in column]), f"by tensor {number}")
+        found.setdefault(_proportions([x.numel() for x in column]), f"elements of tensor {number}")
         if not are_cut:
-            found.setdefault(_proportions([len(x) for x in column]), f"by the rows of {number}")
+            found.setdefault(_proportions([len(x) for x in column]), f"rows of tensor {number}")
     if len(found) > 1:
         raise MicrobatchError(
-            f"the microbatches differ in size, and {name} does not tell by how much: "
-            + "; ".join(f"{[str(x) for x in sizes]} {how}" for sizes, how in found.items())
-            + f". {_REMEDY}"
+            f"the microbatches differ in size, and the tensors of {name} disagree on their shares: "
+            + "; ".join(f"{', '.join(map(str, sizes))} ({how})" for sizes, how in found.items())
+            + f". Expected the same shares from all. {_REMEDY}"
         )
     return [float(x.numel()) for x in columns[0]] if columns else None
 
 
 def _columns(values: Sequence[Any]) -> list[list[Tensor]]:
-    """The tensors that microbatches have each their own of: a row for each, by where they are."""
+    """Return the tensors that differ between microbatches: a list for each place."""
     leaves = [pytree.tree_leaves(value) for value in values]
     if len({len(row) for row in leaves}) != 1:
         return []
@@ -181,8 +180,8 @@ def sum_over_replicas(
         work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as exc:
         raise CommError(
-            f"replica {dist.get_rank(group)} waited up to {timeout_s:g} s for the weights of the "
-            f"other replicas' batches and did not get them ({str(exc).splitlines()[0]}). Expected "
-            "all replicas to run the same steps: see what the others were doing."
+            f"replica {dist.get_rank(group)} timed out or failed (limit {timeout_s:g} s) waiting "
+            f"for the loss weights of the other replicas: {str(exc).splitlines()[0]}. Expected all "
+            "replicas to run the same steps. Look at the first error of each."
         ) from exc
     return float(value.item())

@@ -1,10 +1,9 @@
 """The pipeline: stages, a schedule, and the steps that they run."""
 
 import hashlib
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agreement
 from penstock.errors import CommError, RecordError, StageError
-from penstock.ir import Action, Rank, Schedule, StageId
+from penstock.ir import Action, Schedule
 from penstock.ir.action import COMPUTE_TYPES, in_words
 from penstock.microbatch import merge_chunks, split_args_kwargs_into_chunks, split_target
 from penstock.runtime.auto import DEFAULT_SEARCH_S, Auto, AutoOptions
@@ -25,8 +24,10 @@ from penstock.runtime.checks import (
     check_microbatches,
     check_replica_group,
     check_replicas,
+    check_same_replicas,
     check_settings,
     check_stages,
+    check_takes_weights,
     check_timeout,
 )
 from penstock.runtime.loss_weights import (
@@ -38,10 +39,10 @@ from penstock.runtime.loss_weights import (
 from penstock.runtime.messages import Form
 from penstock.runtime.meter import Meter
 from penstock.runtime.pilot import AbstractPilot, gathered_placement
-from penstock.runtime.program import Program, forward_only, make_program, split_stages
+from penstock.runtime.programs import Programs, warn_of_compiled
 from penstock.runtime.recorded_block import active_run
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.routes import Key, RankSkips, Skip, check_skips, used_channels
+from penstock.runtime.routes import Key, RankSkips, check_skips, used_channels
 from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
 from penstock.runtime.tied import TiedGrads, Ties, claim, tie
 from penstock.runtime.wire import Wire
@@ -115,7 +116,7 @@ class Pipeline(Sealed):
                 loss_fn, scale_grads, loss_weight, on_grads_ready or _ignore, custom_functions={}
             )
         )
-        self._replica_group = check_replica_group(replica_group, scale_grads=scale_grads)
+        self._replica_group = check_replica_group(replica_group, self._settings)
         self._skips = RankSkips.of(held)
         self._recorders = [Recorder()] if record else []
         """The first is the pipeline's own, if it has one; others are those of blocks."""
@@ -123,7 +124,7 @@ class Pipeline(Sealed):
         self._pilot: AbstractPilot | None = None
         self._has_backward = loss_fn is not None
         self._schedule: Schedule | None = None
-        self._programs: _Programs | None = None
+        self._programs: Programs | None = None
         options = AutoOptions.of(memory, replan_when, measure_steps, search_seconds)
         if isinstance(schedule, str) and schedule.lower() == "auto":
             if loss_fn is None:
@@ -178,8 +179,9 @@ class Pipeline(Sealed):
 
     @scale_grads.setter
     def scale_grads(self, scale_grads: bool) -> None:
-        check_replica_group(self._replica_group, scale_grads=scale_grads)
-        self._settings = check_settings(replace(self._settings, scale_grads=scale_grads))
+        settings = check_settings(replace(self._settings, scale_grads=scale_grads))
+        check_replica_group(self._replica_group, settings)
+        self._settings = settings
 
     @property
     def loss_weight(self) -> LossWeight | None:
@@ -204,21 +206,23 @@ class Pipeline(Sealed):
         """Run this schedule from the next step on. What was learned of messages stays."""
         self._schedule = schedule
         self._programs = None
-        self._look_again()
+        self._refresh()
 
-    def _look_again(self) -> "_Programs":
+    def _refresh(self) -> "Programs":
         """Return the programs for the stages as they are now; raises if they would be wrong."""
         for stage in self.stages.values():
-            stage.look_again()
+            stage.refresh()
+        if isinstance(self._pilot, Auto):
+            check_replicas(list(self.stages.values()))
         compiled = frozenset(i for i, stage in self.stages.items() if stage.is_compiled)
         known = self._programs
         if known is None or known.compiled != compiled:
-            self._programs = _Programs.make(
+            self._programs = Programs.make(
                 self.schedule, self._first.group_rank, compiled, self._skips.all
             )
             before = frozenset() if known is None else known.whole
             if self._pilot is None:
-                _warn_of_compiled(sorted(self._programs.whole - before))
+                warn_of_compiled(sorted(self._programs.whole - before))
         assert self._programs is not None
         if self._has_backward:
             for index, stage in self.stages.items():
@@ -278,11 +282,8 @@ class Pipeline(Sealed):
         """
         self._join_run()
         with self._failing_together():
-            if weights is not None and not self.scale_grads:
-                raise StageError(
-                    "weights were given, but scale_grads is False: gradients are the plain sum, "
-                    "in which every microbatch counts once. Leave them out, or set scale_grads."
-                )
+            if weights is not None:
+                check_takes_weights("weights", self._settings)
             batch = Batch(
                 check_microbatches("args", args, tuple, self.num_microbatches),
                 check_microbatches("kwargs", kwargs, dict, self.num_microbatches),
@@ -395,8 +396,10 @@ class Pipeline(Sealed):
     @property
     def _replicas(self) -> dist.ProcessGroup | None:
         """The ranks that hold the last stage of each replica."""
-        last = self.stages[self._first.num_stages - 1]
-        return self._replica_group or last.replica_group
+        averaging = self.stages[self._first.num_stages - 1].replica_group
+        if self._replica_group is not None and averaging is not None:
+            check_same_replicas(self._replica_group, averaging)
+        return self._replica_group or averaging
 
     def _run_batch(
         self,
@@ -412,7 +415,7 @@ class Pipeline(Sealed):
                 "step() was called where gradients are disabled, so there would be no backward. "
                 "Call it outside of torch.no_grad(), or call eval()."
             )
-        programs = self._look_again()
+        programs = self._refresh()
         program = programs.training if has_backward else programs.forward
         forms = {} if self._is_dynamic else self._forms[has_backward]
         keeps_outputs = return_outputs and self._holds_last
@@ -527,40 +530,5 @@ class Pipeline(Sealed):
         return self._first.num_stages - 1 in self.stages
 
 
-@dataclass(frozen=True, slots=True)
-class _Programs:
-    """What a rank does in its steps, for one schedule and the stages that are compiled."""
-
-    training: Program
-    forward: Program
-    compiled: frozenset[StageId]
-    split: frozenset[StageId]
-    """The stages whose backward runs in two halves."""
-    whole: frozenset[StageId]
-    """The stages whose backward is to be split and cannot be, since they are compiled."""
-
-    @classmethod
-    def make(
-        cls, schedule: Schedule, rank: Rank, compiled: frozenset[StageId], skips: Collection[Skip]
-    ) -> "_Programs":
-        split = split_stages(schedule)
-        return cls(
-            training=make_program(schedule, rank, whole=compiled & split, skips=skips),
-            forward=make_program(forward_only(schedule), rank, skips=skips),
-            compiled=compiled,
-            split=split - compiled,
-            whole=split & compiled,
-        )
-
-
-def _warn_of_compiled(stages: Iterable[int]) -> None:
-    for index in stages:
-        warnings.warn(
-            f"stage {index} is compiled, and the backward of a compiled module cannot be split "
-            "yet: it runs full backwards, and leaves the schedule's bubbles to idle.",
-            stacklevel=5,
-        )
-
-
 def _ignore(stage: PipelineStage) -> None:
-    """What happens when a stage's gradients are ready, unless the user asks for more."""
+    """Do nothing when a stage's gradients are ready."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comm.pending import PLAIN_TYPES
+from penstock.backward.settle import PLAIN_TYPES
 from penstock.errors import StageError
 
 
@@ -55,7 +55,7 @@ def _is_on(device: torch.device, found: torch.device) -> bool:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether there is memory for all of its values: it may have been freed, or never been."""
+    """Return whether the tensor has memory for all of its values."""
     end = tensor.nbytes
     if end == 0:
         return True

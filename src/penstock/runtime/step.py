@@ -325,11 +325,11 @@ class Step:
             self._shapes = shapes
         elif shapes != self._shapes:
             raise StageError(
-                f"the outputs of microbatch {mb} have shapes {list(map(tuple, shapes))}, those of "
-                f"another {list(map(tuple, self._shapes))}, so their losses count differently in "
-                "the mean over the batch. This rank, which holds the last stage, was given nothing "
-                "to tell by how much. Give step() the target there, or step_microbatches() the "
-                "weights; or let loss_fn return sums, with scale_grads=False."
+                f"the outputs of microbatch {mb} have shapes {list(map(tuple, shapes))}, but those "
+                f"of the first one have {list(map(tuple, self._shapes))}, so their losses should "
+                "not count alike. Expected equal shapes, or a way to tell the sizes on this rank, "
+                "which holds the last stage. Give step() the target there, or step_microbatches() "
+                "the weights; or let loss_fn return sums, with scale_grads=False."
             )
 
     def _take_activation(self, key: Key) -> tuple[list[Any], tuple[Any, ...]]:
