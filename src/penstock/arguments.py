@@ -9,15 +9,21 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import islice
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
+import penstock.torch_version  # noqa: F401 (warns)
+
 _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _DEVICE_MESH = "torch.distributed.device_mesh"
-_SIMPLE_TYPES = (str, bytes, int, float, complex, bool, type(None))
+_SIMPLE_TYPES = str | bytes | int | float | complex | bool | None
+_MAX_OBJECTS = 10_000
+"""How many to look into: a cache of a large model has some hundred."""
 _MAX_DEPTH = 6
 """How far to look into objects within objects: a cache of layers of tensors is four deep."""
 
@@ -86,18 +92,31 @@ def holds_batch(value: Any, batches: Collection[int]) -> bool:
     return False
 
 
+def hides_gradient(value: Any) -> bool:
+    """Return whether an object that cannot be taken apart holds a tensor that needs a gradient."""
+    if isinstance(value, _SIMPLE_TYPES):
+        return False
+    return any(tensor.requires_grad for tensor in _tensors_within(value, set(), _MAX_DEPTH))
+
+
 def _tensors_within(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter):
             yield value
         return
-    if isinstance(value, _SIMPLE_TYPES) or callable(value) or depth == 0 or id(value) in seen:
+    if isinstance(value, _SIMPLE_TYPES | ModuleType) or depth == 0 or id(value) in seen:
+        return
+    if callable(value) or len(seen) >= _MAX_OBJECTS:
         return
     mesh = sys.modules.get(_DEVICE_MESH)
     if isinstance(value, Optimizer) or (mesh is not None and isinstance(value, mesh.DeviceMesh)):
         return
     seen.add(id(value))
-    for part in _parts_of(value):
+    try:
+        parts = list(islice(_parts_of(value), _MAX_OBJECTS))
+    except Exception:  # It does not let itself be looked into, and is taken for harmless.
+        return
+    for part in parts:
         yield from _tensors_within(part, seen, depth - 1)
 
 

@@ -16,9 +16,12 @@ class Sealed:
     settable: ClassVar[tuple[str, ...]] = ()
     """What can be set between steps, public names only."""
 
-    def _seal(self) -> None:
-        """Call this at the end of `__init__`: the attributes that there are now are our own."""
-        self.__dict__["_sealed"] = frozenset(self.__dict__)
+    def _seal(self, theirs: frozenset[str] = frozenset()) -> None:
+        """Call this at the end of `__init__`: the attributes that there are now are our own.
+
+        `theirs` are those that a subclass had set before.
+        """
+        self.__dict__["_sealed"] = frozenset(self.__dict__) - theirs
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_sealed" in self.__dict__ and not self._can_set(name):

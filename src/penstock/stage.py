@@ -71,6 +71,7 @@ class PipelineStage(Sealed):
         skips_out: Mapping[StageId, int] | None = None,
         cut: str = "",
     ) -> None:
+        theirs = frozenset(self.__dict__)
         _check_place(stage_index, num_stages)
         self._submod = submodule
         self.stage_index = stage_index
@@ -92,7 +93,7 @@ class PipelineStage(Sealed):
         self._is_compiled = False
         self._wrapper: tuple[str, Wrapper] | None = None
         self.refresh()
-        self._seal()
+        self._seal(theirs)
 
     @property
     def submod(self) -> nn.Module:
@@ -104,6 +105,10 @@ class PipelineStage(Sealed):
         _check_tied(self.stage_index, module, self.tied)
         self._submod = module
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this very module: a copy finds it out anew."""
+        return self.__dict__ | {"_engine": None, "_outline": []}
+
     def refresh(self) -> None:
         """Find out how the module is made up now: it may have changed since the last step."""
         found = outline(self._submod)
@@ -114,12 +119,13 @@ class PipelineStage(Sealed):
         self._engine = None
         self._is_compiled = any(map(is_compiled, self._submod.modules()))
         self._wrapper = find_wrapper(self._submod)
-        if self._ddp is not None and self._ddp.find_unused_parameters:
-            raise StageError(
-                f"stage {self.stage_index} is wrapped in DistributedDataParallel with "
-                "find_unused_parameters=True, which looks for them in a graph that a pipeline "
-                "does not give it. Leave that out, and let every parameter be used."
-            )
+        for option in ("find_unused_parameters", "static_graph"):
+            if self._ddp is not None and getattr(self._ddp, option):
+                raise StageError(
+                    f"stage {self.stage_index} is wrapped in DistributedDataParallel with "
+                    f"{option}=True, which looks for parameters in a graph that a pipeline does "
+                    "not give it. Leave that out, and let every parameter be used."
+                )
         self._outline = found
 
     def check_wrappers(self, *, is_split: bool) -> None:
@@ -169,9 +175,26 @@ class PipelineStage(Sealed):
         return self._ddp is not None
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether a wrapper averages the gradients of the module over replicas."""
+        return self._ddp is not None or self._wrapper is not None
+
+    @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which DistributedDataParallel averages gradients, if it does."""
-        return None if self._ddp is None else self._ddp.process_group
+        """The ranks over which the stage's gradients are averaged, if they are."""
+        if self._ddp is not None:
+            return self._ddp.process_group
+        if self._wrapper is None:
+            return None
+        meshes = {p.device_mesh for p in self._submod.parameters() if hasattr(p, "device_mesh")}
+        if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 1:
+            raise StageError(
+                f"stage {self.stage_index} on rank {self.group_rank} is sharded over several "
+                "meshes, or one of several dimensions, and does not say over which ranks the "
+                "batch is spread. Give the pipeline the replica_group."
+            )
+        group: dist.ProcessGroup = mesh.get_group()
+        return group
 
     def tied_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """Parameters that other stages hold too: each with its name here, and the shared one."""
@@ -246,7 +269,9 @@ class _WholePass:
 
     def backward_of_nothing(self) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
         """As `backward`, for a microbatch whose loss does not count: all gradients are zeros."""
-        self.outputs = [leaf for leaf in pytree.tree_leaves(self.outputs) if needs_grad(leaf)]
+        self.outputs = pytree.tree_leaves(self.outputs)
+        if not _can_be_nothing(self.outputs):
+            return (None,) * len(self.inputs), do_nothing
         return self.backward(_zeros(self.outputs))
 
 
@@ -291,6 +316,8 @@ class _SplitPass:
         """As a whole pass's."""
         outputs = self._stand_ins or pytree.tree_leaves(self._forward.outputs)
         self._forward.outputs = pytree.tree_leaves(self._forward.outputs)
+        if not _can_be_nothing(outputs):
+            return (None,) * len(self.inputs), do_nothing
         return self.backward(_zeros(outputs))
 
 
@@ -339,6 +366,18 @@ def do_nothing() -> None:
 def stand_in_for(tensor: Tensor) -> Tensor:
     """A leaf with the same values, at which a graph ends."""
     return values_of(tensor).requires_grad_(tensor.requires_grad)
+
+
+def _can_be_nothing(outputs: Sequence[Any]) -> bool:
+    """Return whether an output needs a gradient; raises if nobody can tell."""
+    if not any(isinstance(leaf, Tensor) for leaf in outputs):
+        raise StageError(
+            "a microbatch has weight 0, and the last stage returns an object that torch cannot "
+            "look into, so that it cannot be told which gradients are zero. Return tensors, "
+            "tuples or dicts, or register its class with torch.utils._pytree."
+            "register_pytree_node."
+        )
+    return any(map(needs_grad, outputs))
 
 
 def _zeros(outputs: Sequence[Any]) -> list[Tensor | None]:

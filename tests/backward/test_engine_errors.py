@@ -1,5 +1,7 @@
 """Errors of the engine, and exceptions of the user's own that pass through a split backward."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -222,3 +224,15 @@ def test_engine_is_for_one_module() -> None:
     message = "module of a SplitEngine cannot be changed: .* Make a new SplitEngine"
     with pytest.raises(AssignmentError, match=message):
         engine.module = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copy_of_an_engine_works_on_its_own_module(copied: Any) -> None:
+    engine = SplitEngine(nn.Linear(2, 2))
+    x = torch.randn(3, 2, requires_grad=True)
+    engine.forward(x).backward(torch.ones(3, 2))
+    twin = copied(engine)
+    twin.module.zero_grad()
+    twin.forward(x).backward(torch.ones(3, 2))
+    assert twin.module is not engine.module
+    assert torch.equal(engine.module.weight.grad, twin.module.weight.grad)

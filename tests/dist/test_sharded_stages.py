@@ -38,6 +38,12 @@ def wrap(kind: str, module: nn.Sequential, mesh: Any) -> nn.Module:
             return replicate(module, mesh=mesh)
         case "replicate by DDP":
             return replicate_by_ddp(module, process_group=mesh.get_group())
+        case "fully_shard before DDP on a block":
+            fully_shard(module[0], mesh=mesh)
+            module[2] = DistributedDataParallel(module[2], process_group=mesh.get_group())
+        case "static graph":
+            group = mesh.get_group()
+            return DistributedDataParallel(module, process_group=group, static_graph=True)
         case "DDP on a block":
             module[2] = DistributedDataParallel(module[2], process_group=mesh.get_group())
         case "FSDP1":
@@ -53,8 +59,8 @@ def refusal_of(world: dist.ProcessGroup, kind: str, schedule: str, wraps_late: b
     mesh = init_device_mesh("cpu", (2,))
     own = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     module = make_module()
-    stages = make_stages(own, [module if wraps_late else wrap(kind, module, mesh)], [0])
     try:
+        stages = make_stages(own, [module if wraps_late else wrap(kind, module, mesh)], [0])
         pipeline = Pipeline(stages, schedule, n_microbatches=2, loss_fn=mean_square)
         if wraps_late:
             stages[0].submod = wrap(kind, module, mesh)
@@ -93,6 +99,12 @@ def test_stage_whose_gradients_would_be_wrong_is_refused(
         assert "such as 1F1B" in message
 
 
+@pytest.mark.parametrize("wraps_late", [False, True], ids=["before", "after"])
+def test_static_graph_of_ddp_is_refused(wraps_late: bool, fresh_pool: WorkerPool) -> None:
+    for message in fresh_pool.run(2, refusal_of, "static graph", "ZB-H1", wraps_late):
+        assert "DistributedDataParallel with static_graph=True" in message
+
+
 def grads_with_full_backwards(world: dist.ProcessGroup, kind: str) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (2,))
     rank = dist.get_rank()
@@ -102,7 +114,8 @@ def grads_with_full_backwards(world: dist.ProcessGroup, kind: str) -> dict[str, 
         make_stages(own, [module], [0]), "1F1B", n_microbatches=2, loss_fn=mean_square
     )
     x, target = batch()
-    pipeline.step(x.chunk(2)[rank], target=target.chunk(2)[rank])
+    sizes = [5, 3]  # Replicas whose batches differ.
+    pipeline.step(x.split(sizes)[rank], target=target.split(sizes)[rank])
     grads = {}
     for name, param in module.named_parameters():
         full = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad

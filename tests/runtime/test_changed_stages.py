@@ -1,5 +1,6 @@
 """What is changed between steps takes effect in the next one, or is refused."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -260,6 +261,7 @@ def test_assignment_to_a_stage_without_effect_is_refused(name: str) -> None:
 def test_subclass_may_have_attributes_of_its_own() -> None:
     class Counting(compat.Schedule1F1B):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.early = 0
             super().__init__(*args, **kwargs)
             self.count = 0
 
@@ -269,6 +271,7 @@ def test_subclass_may_have_attributes_of_its_own() -> None:
 
     (pipeline,) = penstock.local_ranks(1, main)
     pipeline.count += 1
+    pipeline.early += 1
     with pytest.raises(AssignmentError, match="cannot be changed"):
         pipeline.num_microbatches = 3
 
@@ -295,3 +298,43 @@ def test_module_that_lacks_a_tied_parameter_is_refused() -> None:
     (stage,) = penstock.local_ranks(1, main)
     with pytest.raises(StageError, match="tied names 'weight', which is no parameter"):
         stage.submod = nn.Identity()
+
+
+def test_copy_of_a_stage_works_on_its_own_module() -> None:
+    """The engine of a copy once ran the layers of the original."""
+    batch = mlp_batch()
+
+    def main(group: penstock.LocalGroup) -> tuple[PipelineStage, PipelineStage]:
+        (stage,) = make_stages(group, mlp(1), [0])
+        pipeline = compat.ScheduleZBH1(stage, 4, loss_fn=mean_square)
+        pipeline.step(*batch.args, target=batch.target)
+        twin = copy.deepcopy(stage)
+        twin.submod.zero_grad()
+        compat.ScheduleZBH1(twin, 4, loss_fn=mean_square).step(*batch.args, target=batch.target)
+        return stage, twin
+
+    ((stage, twin),) = penstock.local_ranks(1, main)
+    assert twin.submod is not stage.submod
+    for (name, param), other in zip(
+        stage.submod.named_parameters(), twin.submod.parameters(), strict=True
+    ):
+        assert torch.equal(param.grad, other.grad), name
+
+
+def test_class_whose_forward_is_replaced_is_noticed() -> None:
+    class Layer(nn.Linear):
+        pass
+
+    batch, modules = mlp_batch(), [Layer(WIDTH, WIDTH).double() for _ in range(4)]
+
+    def main(pipeline: Pipeline) -> tuple[Any, list[Tensor]]:
+        pipeline.step(*batch.args, target=batch.target)
+        Layer.forward = lambda layer, x: 2 * nn.functional.linear(x, layer.weight, layer.bias)
+        for stage in pipeline.stages.values():
+            stage.submod.zero_grad()
+        losses: list[Tensor] = []
+        return pipeline.step(*batch.args, target=batch.target, losses=losses), losses
+
+    results = run_locally(modules, FOUR_STAGES["ZB-V"], main)
+    outputs, losses = next(result for result in results if result[1])
+    assert_same(step_unsplit(modules, batch), StepRecord(outputs, losses, grads_of(modules)))

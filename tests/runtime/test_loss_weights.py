@@ -3,9 +3,10 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from local_steps import (
@@ -283,3 +284,54 @@ def test_losses_that_are_no_tensors_are_weighed_if_they_are_numbers() -> None:
     assert 0.0 == loss_weights.weigh(2, math.nan)
     assert {"loss": 2.0} == loss_weights.weigh(0, {"loss": 2.0})
     assert torch.equal(torch.ones(2), loss_weights.weigh(0, torch.ones(2)))
+
+
+class Opaque:
+    """An output that torch cannot look into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class OpaqueStage(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Opaque(super().forward(x))
+
+
+def test_zero_weight_with_outputs_that_cannot_be_looked_into_is_refused() -> None:
+    def loss(outputs: Opaque, target: Tensor) -> Tensor:
+        return token_mean(outputs.value, target)
+
+    modules = [*mlp(3), OpaqueStage(WIDTH, WIDTH).double()]
+    batch = token_batch(is_last_empty=True)
+    options = {"loss_fn": loss, "loss_weight": count_tokens}
+    with pytest.raises(StageError, match="a microbatch has weight 0, and the last stage returns"):
+        step_locally(modules, FOUR_STAGES["ZB-H1"], batch, **options)
+
+
+def test_zero_weight_of_a_frozen_model_adds_nothing() -> None:
+    """All that is trained is in the loss."""
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        return token_mean(outputs, target) * scale
+
+    modules, batch = mlp(), token_batch(is_last_empty=True)
+    for module in modules:
+        module.requires_grad_(False)
+    options = {"loss_fn": loss, "loss_weight": count_tokens}
+    for schedule in FOUR_STAGES.values():
+        scale.grad = None
+        step_locally(modules, schedule, batch, **options)
+        expected = step_unsplit(modules, batch, token_mean).losses[0]
+        assert_close("gradient", expected, scale.grad)
+
+
+def test_losses_in_half_precision_are_weighed_in_full() -> None:
+    weights = LossWeights.of([1.0, 0.0, 0.0], 1.0, 1)
+    losses = [weights.weigh(mb, torch.tensor(28000.0, dtype=torch.float16)) for mb in range(3)]
+    assert 28000.0 == torch.stack(losses).mean()
+
+
+def test_weights_may_be_numbers_of_any_kind() -> None:
+    assert [3.0, 2.0, 1.0] == check_weights([np.int64(3), torch.tensor(2), 1], 3)

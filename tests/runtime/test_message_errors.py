@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from failing_steps import (
 from split_model import CPU
 from torch import Tensor, nn
 
+import penstock
 from penstock import (
     CommError,
     LocalGroup,
@@ -196,3 +198,92 @@ def test_an_output_that_cannot_be_pickled_is_rejected(value: Any, reason: str) -
     assert reason in str(errors[0])
     assert errors[0].__cause__ is not None
     assert isinstance(errors[1], CommError)
+
+
+class Counter(nn.Module):
+    """Returns a buffer of its own beside its input, and changes it each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        return x * 1, self.count
+
+
+@pytest.mark.parametrize("is_eval", [False, True])
+def test_buffer_that_the_stage_changes_arrives_as_it_was_on_the_same_rank(is_eval: bool) -> None:
+    schedule = penstock.schedules.get("LoopedBFS")(
+        num_ranks=1, num_microbatches=4, stages_per_rank=2
+    )
+
+    def main(group: penstock.LocalGroup) -> list[float]:
+        modules = [Counter(), Second()]
+        stages = [PipelineStage(m, i, 2, "cpu", group=group) for i, m in enumerate(modules)]
+        pipeline = Pipeline(stages, schedule, loss_fn=lambda outputs, _: outputs.sum())
+        x = torch.randn(4, 3, requires_grad=True)
+        outputs = pipeline.eval(x) if is_eval else pipeline.step(x)
+        return outputs.flatten().tolist()
+
+    assert [[1.0, 2.0, 3.0, 4.0]] == penstock.local_ranks(1, main)
+
+
+class Second(nn.Module):
+    """Returns the second of its arguments, by way of the first."""
+
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        return x.sum(1) * 0 + count
+
+
+@dataclass
+class Box:
+    """An object that torch cannot look into."""
+
+    value: Tensor
+
+
+class Boxing(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return Box(super().forward(x.value if isinstance(x, Box) else x))
+
+
+def test_object_with_a_gradient_between_stages_of_one_rank_is_refused() -> None:
+    """Its gradient got lost without a word where the stages of a V meet."""
+    schedule = penstock.schedules.get("ZB-V")(num_ranks=1, num_microbatches=2)
+
+    def main(group: penstock.LocalGroup) -> None:
+        stages = [PipelineStage(Boxing(3, 3), index, 2, "cpu", group=group) for index in (0, 1)]
+        pipeline = Pipeline(stages, schedule, loss_fn=lambda outputs, _: outputs.value.sum())
+        pipeline.step(torch.randn(4, 3))
+
+    with pytest.raises(StageError, match="stage 0, microbatch 0: output 0 is a Box with a tensor"):
+        penstock.local_ranks(1, main)
+
+
+class Shaped(nn.Linear):
+    def forward(self, x: Tensor, *_: Any) -> tuple[Tensor, torch.Size]:
+        return super().forward(x), x.shape
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_shape_among_the_outputs_stays_a_shape(num_ranks: int) -> None:
+    """It arrived as a tuple, and the second step was refused."""
+    schedule = penstock.schedules.get("LoopedBFS")(
+        num_ranks=num_ranks, num_microbatches=2, stages_per_rank=2 // num_ranks
+    )
+    seen = []
+
+    def loss(outputs: Any, _: None) -> Tensor:
+        seen.append(outputs[1])
+        return outputs[0].sum()
+
+    def main(group: penstock.LocalGroup) -> None:
+        held = schedule.placement.stages_of(group.rank)
+        stages = [PipelineStage(Shaped(3, 3), index, 2, "cpu", group=group) for index in held]
+        pipeline = Pipeline(stages, schedule, loss_fn=loss)
+        for _ in range(2):
+            pipeline.step(torch.randn(4, 3))
+
+    penstock.local_ranks(num_ranks, main)
+    assert [torch.Size([2, 3])] * 4 == seen

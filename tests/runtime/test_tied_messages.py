@@ -33,6 +33,9 @@ class CountingComm(AbstractComm):
     def open(self, channels: Iterable[Channel]) -> None:
         self._comm.open(channels)
 
+    def copies(self, receiver: int) -> bool:
+        return self._comm.copies(receiver)
+
     def send(self, tensor: Tensor, receiver: int) -> Transfer:
         self.num_sent += 1
         return self._comm.send(tensor, receiver)

@@ -95,6 +95,10 @@ class SplitEngine(Sealed):
                 output.grad_fn.register_prehook(self._sink.refusal_unless(token))
         return ForwardPass(self, outputs, inputs, taps, token)
 
+    def __reduce__(self) -> tuple[type["SplitEngine"], tuple[nn.Module]]:
+        """Make a copy anew from its module: leaf modules hold on to the one they were made for."""
+        return SplitEngine, (self.module,)
+
     def refresh(self) -> None:
         """Look at the parameters again, which may have been converted in place since."""
         for leaf in self._leaves:

@@ -121,6 +121,8 @@ def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
     """Whether no hook and no unusual layout asks for autograd's own way of adding."""
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         return False
+    if param.grad_dtype is not param.dtype:
+        return False
     return type(param) in PLAIN_TYPES and (grad is None or is_plain(grad))
 
 

@@ -28,7 +28,13 @@ def outline(root: nn.Module) -> list[tuple[Any, ...]]:
     runs in every step, so it takes about a microsecond for each module.
     """
     return [
-        (module, type(module), module._compiled_call_impl, bool(module._parameters))
+        (
+            module,
+            type(module),
+            type(module).forward,
+            module._compiled_call_impl,
+            bool(module._parameters),
+        )
         for module in root.modules()
     ]
 
@@ -50,15 +56,16 @@ _INNER = Wrapper("DistributedDataParallel on a part of the stage", takes_full_ba
 
 
 def find_wrapper(root: nn.Module) -> tuple[str, Wrapper] | None:
-    """Return the first wrapper that cannot be worked with as it is, and the module it is on.
+    """Return the worst wrapper that cannot be worked with as it is, and the module it is on.
 
     DistributedDataParallel around the root is none of them: the runtime tells it when to reduce.
     """
-    for name, module in root.named_modules():
-        found = _wrapper_of(module, is_root=module is root)
-        if found is not None:
-            return name, found
-    return None
+    found = [
+        (name, wrapper)
+        for name, module in root.named_modules()
+        if (wrapper := _wrapper_of(module, is_root=module is root)) is not None
+    ]
+    return min(found, key=lambda each: each[1].takes_full_backwards, default=None)
 
 
 def _wrapper_of(module: nn.Module, *, is_root: bool) -> Wrapper | None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,6 +51,10 @@ class AbstractComm(ABC):
         """
 
     @abstractmethod
+    def copies(self, receiver: Rank) -> bool:
+        """Return whether a send has copied the tensor when it returns."""
+
+    @abstractmethod
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
         """Send a contiguous tensor; does not wait. Raises if the channel is not open."""
 
@@ -79,6 +83,9 @@ class Work(Protocol):
 
 class AbstractLink(ABC):
     """This process's end of both channels between it and another one."""
+
+    copies: ClassVar[bool] = False
+    """Whether a send has copied the tensor when it returns."""
 
     @abstractmethod
     def connect(self, channel: Channel, timeout_s: float) -> None:

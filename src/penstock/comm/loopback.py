@@ -33,6 +33,10 @@ class LocalGroup:
     def __repr__(self) -> str:
         return f"LocalGroup(rank {self.rank} of {self.num_ranks})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LocalGroup":
+        """Return the same group: a copy of a stage talks to the same ranks."""
+        return self
+
     def connect(self) -> AbstractComm:
         """This rank's ends of the channels of one pipeline."""
         return _LoopbackComm(self._world, self.rank)
@@ -208,6 +212,9 @@ class _LoopbackComm(AbstractComm):
     def open(self, channels: Iterable[Channel]) -> None:
         # Mailboxes need no connection, but what is not opened would fail on other links.
         self._channels.open(channels, connect=lambda channel: None)
+
+    def copies(self, receiver: Rank) -> bool:
+        return True
 
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
         self._channels.check(self.rank, receiver)

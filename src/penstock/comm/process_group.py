@@ -127,6 +127,9 @@ class ProcessGroupComm(AbstractComm):
             awaited = f"rank {other} to connect to rank {self.rank}"
             raise self._explain(exc, awaited, time.monotonic() - began_s) from exc
 
+    def copies(self, receiver: Rank) -> bool:
+        return self._links[receiver].copies
+
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
         self._channels.check(self.rank, receiver)
         try:

@@ -66,6 +66,8 @@ class SharedMemoryLink(AbstractLink):
     may be waiting for that.
     """
 
+    copies = True
+
     def __init__(
         self, connection: socket.socket, family: "weakref.WeakSet[SharedMemoryLink]"
     ) -> None:

@@ -124,6 +124,16 @@ def check_replica_group(
     return group
 
 
+def check_replicas_are_known(group: dist.ProcessGroup | None) -> None:
+    """Raises if other stages have replicas, but the last one does not say which."""
+    if group is None:
+        raise StageError(
+            "gradients of other stages are averaged over replicas, but the last stage is not "
+            "wrapped, so that it does not know whose batches count in the mean. Give the pipeline "
+            "the replica_group: the ranks that hold the last stage in each replica."
+        )
+
+
 def check_same_replicas(named: dist.ProcessGroup, averaging: dist.ProcessGroup) -> None:
     """Raises if weights would be summed over other ranks than gradients are averaged over."""
     ranks, others = map(dist.get_process_group_ranks, (named, averaging))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +24,8 @@ from penstock.errors import CommError, MicrobatchError, StageError
 LossWeight: TypeAlias = Callable[[Any], Any]
 """The weight of a microbatch, a number, by its target."""
 
+_NARROW = (torch.float16, torch.bfloat16)
+"""In which a loss times its factor may not fit."""
 _REMEDY = (
     "Give the pipeline a loss_weight, such as loss_weight=len, or step_microbatches the weights."
 )
@@ -74,8 +77,10 @@ class LossWeights:
         factor = self.factors[mb]
         if isinstance(loss, Tensor):
             loss = loss.detach()
-            if factor == 1 or loss.numel() != 1:
+            if loss.numel() != 1 or all(each == 1 for each in self.factors):
                 return loss
+            if loss.dtype in _NARROW:
+                loss = loss.float()
             return loss * factor if factor else torch.zeros_like(loss)
         if isinstance(loss, int | float) and factor != 1:
             return loss * factor if factor else 0.0
@@ -111,13 +116,15 @@ def check_weights(weights: Any, num_microbatches: int) -> list[float]:
     if found and all(isinstance(weight, Tensor) and weight.numel() == 1 for weight in found):
         found = torch.stack([weight.detach().reshape(()).double() for weight in found]).tolist()
     for mb, weight in enumerate(found):
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if isinstance(weight, Tensor) and weight.numel() == 1:
+            found[mb] = weight = weight.item()
+        is_number = isinstance(weight, Real) and not isinstance(weight, bool)
         if not is_number or not math.isfinite(weight) or weight < 0:
             raise StageError(
                 f"the weight of microbatch {mb} is {weight!r}. Expected a number, at least 0: how "
                 "many values its loss is the mean of."
             )
-    return found
+    return list(map(float, found))
 
 
 def weights_by_rule(rule: LossWeight, targets: Sequence[Any]) -> list[float]:

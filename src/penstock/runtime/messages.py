@@ -127,7 +127,8 @@ def flatten(arguments: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:
     # Nearly all messages are plain tuples, for which torch's general way takes ten times as long.
     if all(type(argument) in _LEAF_TYPES for argument in arguments):
         return list(arguments), _plain_tuple(len(arguments))
-    return pytree.tree_flatten(arguments)
+    # torch takes a shape apart, and puts together a plain tuple.
+    return pytree.tree_flatten(arguments, lambda value: isinstance(value, torch.Size))
 
 
 def unflatten(leaves: Sequence[Any], structure: pytree.TreeSpec) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """The pipeline: stages, a schedule, and the steps that they run."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agreement
 from penstock.errors import CommError, RecordError, StageError
-from penstock.ir import Action, Schedule
+from penstock.ir import Action, Schedule, StageId
 from penstock.ir.action import COMPUTE_TYPES, in_words
 from penstock.microbatch import merge_chunks, split_args_kwargs_into_chunks, split_target
 from penstock.runtime.auto import DEFAULT_SEARCH_S, Auto, AutoOptions
@@ -24,6 +24,7 @@ from penstock.runtime.checks import (
     check_microbatches,
     check_replica_group,
     check_replicas,
+    check_replicas_are_known,
     check_same_replicas,
     check_settings,
     check_stages,
@@ -105,9 +106,10 @@ class Pipeline(Sealed):
         measure_steps: int = 1,
         search_seconds: float = DEFAULT_SEARCH_S,
     ) -> None:
+        theirs = frozenset(self.__dict__)
         held = list(stages) if isinstance(stages, Sequence) else [stages]
         check_stages(held)
-        self.stages = MappingProxyType({stage.stage_index: stage for stage in held})
+        self._stages = {stage.stage_index: stage for stage in held}
         self._first = held[0]
         self._specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
         self._timeout_s = check_timeout(timeout)
@@ -154,7 +156,12 @@ class Pipeline(Sealed):
         self._is_dynamic = False
         self._ties = Ties({}, {}, frozenset())
         self._failure = ""
-        self._seal()
+        self._seal(theirs)
+
+    @property
+    def stages(self) -> Mapping[StageId, PipelineStage]:
+        """The stages that this rank holds, by their numbers."""
+        return MappingProxyType(self._stages)
 
     @property
     def loss_fn(self) -> LossFn | None:
@@ -210,11 +217,11 @@ class Pipeline(Sealed):
 
     def _refresh(self) -> "Programs":
         """Return the programs for the stages as they are now; raises if they would be wrong."""
-        for stage in self.stages.values():
+        for stage in self._stages.values():
             stage.refresh()
         if isinstance(self._pilot, Auto):
-            check_replicas(list(self.stages.values()))
-        compiled = frozenset(i for i, stage in self.stages.items() if stage.is_compiled)
+            check_replicas(list(self._stages.values()))
+        compiled = frozenset(i for i, stage in self._stages.items() if stage.is_compiled)
         known = self._programs
         if known is None or known.compiled != compiled:
             self._programs = Programs.make(
@@ -225,7 +232,7 @@ class Pipeline(Sealed):
                 warn_of_compiled(sorted(self._programs.whole - before))
         assert self._programs is not None
         if self._has_backward:
-            for index, stage in self.stages.items():
+            for index, stage in self._stages.items():
                 stage.check_wrappers(is_split=index in self._programs.split)
         return self._programs
 
@@ -356,10 +363,10 @@ class Pipeline(Sealed):
         self._join_run()
         with self._failing_together():
             args_split, kwargs_split = split_args_kwargs_into_chunks(
-                args if 0 in self.stages else (),
+                args if 0 in self._stages else (),
                 kwargs,
                 self.num_microbatches,
-                args_spec if 0 in self.stages else None,
+                args_spec if 0 in self._stages else None,
                 kwargs_spec if kwargs else None,
             )
             targets: list[Any] = []
@@ -396,7 +403,7 @@ class Pipeline(Sealed):
     @property
     def _replicas(self) -> dist.ProcessGroup | None:
         """The ranks that hold the last stage of each replica."""
-        averaging = self.stages[self._first.num_stages - 1].replica_group
+        averaging = self._stages[self._first.num_stages - 1].replica_group
         if self._replica_group is not None and averaging is not None:
             check_same_replicas(self._replica_group, averaging)
         return self._replica_group or averaging
@@ -427,7 +434,7 @@ class Pipeline(Sealed):
         is_tied = has_backward and self._ties.stages
         step = Step(
             program=program,
-            stages=self.stages,
+            stages=self._stages,
             wire=wire,
             batch=batch,
             settings=self._settings,
@@ -435,7 +442,7 @@ class Pipeline(Sealed):
             has_backward=has_backward,
             keeps_outputs=keeps_outputs,
             needs_losses=has_backward or losses is not None,
-            tied=TiedGrads(self._ties, self.stages, self._comm) if is_tied else None,
+            tied=TiedGrads(self._ties, self._stages, self._comm) if is_tied else None,
             meter=meter,
         )
         try:
@@ -497,12 +504,15 @@ class Pipeline(Sealed):
             "the cut": self._first.cut or "none",
             "record": bool(self._recorders),
         }
-        is_dynamic = any(stage.dynamic_shapes for stage in self.stages.values())
+        is_dynamic = any(stage.dynamic_shapes for stage in self._stages.values())
+        is_reduced = any(stage.is_reduced for stage in self._stages.values())
         gathered = self._comm.gather(
-            (own, is_dynamic, claim(self.stages), self._skips, sorted(self.stages))
+            (own, is_dynamic, claim(self._stages), self._skips, sorted(self._stages), is_reduced)
         )
-        named, dynamic, claims, skips, held = zip(*gathered, strict=True)
+        named, dynamic, claims, skips, held, reduced = zip(*gathered, strict=True)
         check_agreement(list(named))
+        if self._has_backward and self.scale_grads and self._holds_last and any(reduced):
+            check_replicas_are_known(self._replicas)
         if self._pilot is not None:
             placement = gathered_placement(held, self._first.num_stages)
             self._use(
@@ -527,7 +537,7 @@ class Pipeline(Sealed):
 
     @property
     def _holds_last(self) -> bool:
-        return self._first.num_stages - 1 in self.stages
+        return self._first.num_stages - 1 in self._stages
 
 
 def _ignore(stage: PipelineStage) -> None:

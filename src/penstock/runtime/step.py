@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.arguments import hides_gradient
 from penstock.comm.pending import values_of, waited
 from penstock.errors import StageError
 from penstock.ir import (
@@ -269,6 +270,12 @@ class Step:
         stage.check_outputs(mb, outputs)
         if task.makes is not None:
             messages = [flatten(values) for values in stage.share_out(mb, outputs)]
+            keys: list[Key] = [task.makes, *task.makes_for_afar]
+            for key, (leaves, _) in zip(keys, messages, strict=True):
+                if not self.program.routes.is_message(key):
+                    self._check_handed_over(leaves, stage, mb)
+                    # What needs no gradient may be the stage's own: a buffer that it changes.
+                    leaves[:] = [_own_copy(leaf) for leaf in leaves]
             self._made[task.makes] = messages[0]
             self._send_afar(task, messages[1:])
             return None, messages
@@ -279,6 +286,17 @@ class Step:
         if self.keeps_outputs:
             self.outputs[mb] = pytree.tree_map_only(Tensor, values_of, outputs)
         return loss, []
+
+    def _check_handed_over(self, leaves: list[Any], stage: PipelineStage, mb: MicrobatchId) -> None:
+        """Raises if a gradient would get lost on the way to another stage of this rank."""
+        for number, leaf in enumerate(leaves):
+            if self.has_backward and not isinstance(leaf, Tensor) and hides_gradient(leaf):
+                raise StageError(
+                    f"stage {stage.stage_index}, microbatch {mb}: output {number} is a "
+                    f"{type(leaf).__name__} with a tensor that needs a gradient, which would be "
+                    "lost. Return tensors, tuples or dicts, or register its class with "
+                    "torch.utils._pytree.register_pytree_node."
+                )
 
     def _send_afar(self, task: Task, messages: list[Message]) -> None:
         for key, message in zip(task.makes_for_afar, messages, strict=True):
@@ -432,6 +450,10 @@ class Step:
             self._awaiting_others.append(stage)
         else:
             self.settings.on_grads_ready(stage)
+
+
+def _own_copy(leaf: Any) -> Any:
+    return leaf.clone() if type(leaf) is Tensor and not leaf.requires_grad else leaf
 
 
 def _copied(leaves: list[Any]) -> list[Any]:

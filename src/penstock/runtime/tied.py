@@ -227,9 +227,9 @@ class _Copy:
             self.aside = self.aside.clone()
 
     def contribution(self) -> Tensor | None:
-        """What this step has added, dense."""
+        """What this step has added, dense and of the type that all copies expect."""
         grad = waited(self.param.grad)
-        return None if grad is None else grad.to_dense()
+        return None if grad is None else grad.to_dense().to(_grad_dtype(self.param))
 
     def empty(self, device: torch.device) -> Tensor:
         """A buffer for another copy's contribution."""

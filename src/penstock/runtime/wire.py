@@ -68,6 +68,10 @@ class Wire:
             if not self._is_void(key):
                 form = self._send_form(key, form, outbox, receiver)
             self._forms[key] = form
+        if self._routes.answered(key) is None and not self._comm.copies(receiver):
+            # What needs no gradient may be the stage's own: a buffer that its next forward changes.
+            graphs = [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
+            ready = [x if has else x.clone() for x, has in zip(ready, graphs, strict=True)]
         for tensor in ready:
             self._send_tensor(key, tensor, outbox, receiver)
 
