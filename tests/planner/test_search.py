@@ -9,6 +9,7 @@ import pytest
 from problems import random_problem
 from published_rows import read_rows, search_row
 
+from fuzzing import IS_LONG
 from penstock import (
     CostError,
     CostTable,
@@ -45,7 +46,8 @@ def costs_with_messages_that_queue(problem: Problem, seed: int) -> CostTable:
     )
 
 
-@pytest.mark.parametrize("seed", range(500))
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(2000 if IS_LONG else 150))
 def test_no_registered_schedule_that_fits_is_faster(seed: int) -> None:
     problem = random_problem(
         seed,

@@ -1,6 +1,6 @@
 """Every algorithm on shapes up to 16 ranks, 32 microbatches and 4 stages per rank.
 
-For more than 8 ranks only `make fuzz` takes all of them. The others are those around which the
+For more than 4 ranks only `make fuzz` takes all of them. The others are those around which the
 algorithms change: few microbatches, and next to a multiple of the number of ranks.
 """
 
@@ -28,7 +28,7 @@ def _no_collector() -> Iterator[None]:
 
 def microbatches(p: int) -> list[int]:
     every = range(1, 33)
-    if p <= 8 or IS_LONG:
+    if p <= 4 or IS_LONG:
         return list(every)
     return [m for m in every if m <= 3 or m == 32 or m % p in (0, 1, p - 1)]
 
