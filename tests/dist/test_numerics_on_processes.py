@@ -19,7 +19,8 @@ from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.dist
 
-RANKS = [1, 2, 4]
+# One rank has no messages; tests/runtime/test_numerics.py has it.
+RANKS = [2, 4]
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -32,7 +33,7 @@ def test_registered_schedule_trains_as_unsplit(
     assert_like_unsplit(run, pool.run(num_ranks, train, run))
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_ranks", [2])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("schedule", CLASS_NAMES)
 def test_drop_in_class_trains_uneven_batches_as_unsplit(

@@ -112,6 +112,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor of any dtype in memory of their own."""
+    copy = torch.empty_like(tensor)
+    as_bytes(copy).copy_(as_bytes(tensor))
+    return copy
+
+
 def check_agreement(values: list[dict[str, Any]]) -> None:
     """Raises if what the ranks were given differs; `values` has what each was, by name."""
     for name in values[0]:

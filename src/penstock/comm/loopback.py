@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.comm.base import BEGINNING, AbstractComm, Describe, Transfer, as_bytes
+from penstock.comm.base import BEGINNING, AbstractComm, Describe, Transfer, as_bytes, copy_of
 from penstock.comm.channels import OpenChannels
 from penstock.errors import CommError, StageError
 from penstock.ir import Rank
@@ -219,9 +219,7 @@ class _LoopbackComm(AbstractComm):
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
         self._channels.check(self.rank, receiver)
         # A copy, as between processes: the sender may change its own.
-        copy = torch.empty_like(tensor)
-        as_bytes(copy).copy_(as_bytes(tensor))
-        self._line.mailboxes[Channel(self.rank, receiver)].put(copy)
+        self._line.mailboxes[Channel(self.rank, receiver)].put(copy_of(tensor))
         return _SENT
 
     def recv(self, tensor: Tensor, sender: Rank) -> Transfer:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.comm import AbstractComm, Transfer
+from penstock.comm.base import copy_of
 from penstock.errors import StageError
 from penstock.ir import Rank
 from penstock.runtime.messages import Form, as_sent, pickle_form
@@ -71,7 +72,7 @@ class Wire:
         if self._routes.answered(key) is None and not self._comm.copies(receiver):
             # What needs no gradient may be the stage's own: a buffer that its next forward changes.
             graphs = [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
-            ready = [x if has else x.clone() for x, has in zip(ready, graphs, strict=True)]
+            ready = [x if has else copy_of(x) for x, has in zip(ready, graphs, strict=True)]
         for tensor in ready:
             self._send_tensor(key, tensor, outbox, receiver)
 
