@@ -11,6 +11,7 @@ WITHOUT_TORCH = (
     "errors",
     "sealed",
     "ir",
+    "costs",
     "schedules",
     "passes",
     "sim",
@@ -42,6 +43,7 @@ LAYERS = WITHOUT_TORCH + WITH_TORCH
 # so each is here by name.
 FRONT_DOORS = {
     ("penstock/ir/schedule.py", "penstock.passes.verify.verify"),  # schedule.verify()
+    ("penstock/ir/schedule.py", "penstock.costs.footprint.Footprint"),
 }
 
 FILES_IN_LAYERS = [path for path in SOURCE_FILES if path != SRC / "penstock" / "__init__.py"]

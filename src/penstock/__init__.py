@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from penstock.compat import ScheduleZBH2 as ScheduleZBH2
     from penstock.compat import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
     from penstock.compat import get_schedule_class as get_schedule_class
+    from penstock.costs import CostTable as CostTable
     from penstock.ir import Placement as Placement
     from penstock.ir import Schedule as Schedule
     from penstock.microbatch import Replicate as Replicate
@@ -72,7 +73,6 @@ if TYPE_CHECKING:
     from penstock.profile import measure_costs as measure_costs
     from penstock.runtime import Pipeline as Pipeline
     from penstock.runtime import record as record
-    from penstock.sim import CostTable as CostTable
     from penstock.sim import Recording as Recording
     from penstock.sim import Report as Report
     from penstock.sim import simulate as simulate
@@ -95,7 +95,7 @@ __version__ = "0.1.0"
 # The imports above repeat it for type checkers; a test compares the two.
 _LAZY_NAMES = {
     "Balanced": "penstock.trace",
-    "CostTable": "penstock.sim",
+    "CostTable": "penstock.costs",
     "ForwardPass": "penstock.backward",
     "LayerCost": "penstock.trace",
     "LocalGroup": "penstock.comm",

@@ -84,21 +84,21 @@ def test_name_taken_from_the_package_counts_as_imported() -> None:
 
 def test_relative_import_of_a_package_starts_at_the_package_itself() -> None:
     file = read_python("src/penstock/sim/__init__.py", "from .cost import CostTable")
-    assert ("penstock.sim.cost.CostTable",) == file.imports
+    assert ("penstock.costs.cost_table.CostTable",) == file.imports
 
 
 def test_module_is_named_as_it_is_imported_and_a_script_by_its_path() -> None:
-    paths = ("src/penstock/__init__.py", "src/penstock/sim/cost.py", "examples/train.py")
+    paths = ("src/penstock/__init__.py", "src/penstock/costs/cost_table.py", "examples/train.py")
     titles = [read_python(path, "").title for path in paths]
-    assert ["penstock", "penstock.sim.cost", "examples/train.py"] == titles
+    assert ["penstock", "penstock.costs.cost_table", "examples/train.py"] == titles
 
 
 def test_package_exports_what_it_imports_if_it_says_what_it_offers() -> None:
-    text = "from penstock.sim.cost import CostTable\n"
+    text = "from penstock.costs.cost_table import CostTable\n"
     path = "src/penstock/sim/__init__.py"
     assert () == read_python(path, text).exports
     offering = read_python(path, text + '__all__ = ["CostTable"]')
-    assert ("penstock.sim.cost.CostTable",) == offering.exports
+    assert ("penstock.costs.cost_table.CostTable",) == offering.exports
 
 
 def test_script_of_a_page_has_its_opening_comment_and_its_names(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Panels that the tests of all drawings draw."""
 
 from penstock import schedules
+from penstock.costs import CostTable
 from penstock.draw.panel import Panel
 from penstock.ir import Schedule
-from penstock.sim import CostTable, Report, simulate
+from penstock.sim import Report, simulate
 
 
 def panel(

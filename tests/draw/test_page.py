@@ -8,12 +8,13 @@ import pytest
 from panels import beneath_panel, overlap_panel, panel, schedule, unit_panel
 
 from penstock import schedules
+from penstock.costs import CostTable
 from penstock.draw.colours import colour
 from penstock.draw.page import LaneData, PageData, TimelineData, page, page_data
 from penstock.draw.panel import Bar, Kind, Panel, bars
 from penstock.errors import DrawError
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward
-from penstock.sim import CostTable, MemoryPoint, Report, simulate
+from penstock.sim import MemoryPoint, Report, simulate
 
 ACTIONS = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
 HALVES = {"w": "whole", "u": "upper", "l": "lower"}

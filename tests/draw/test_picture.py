@@ -9,11 +9,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from panels import beneath_panel, overlap_panel, panel, schedule, unit_panel
 
+from penstock.costs import CostTable
 from penstock.draw.colours import colour
 from penstock.draw.panel import Kind, Panel, bars
 from penstock.draw.picture import draw_figure, picture
 from penstock.errors import DrawError
-from penstock.sim import CostTable, Report, simulate
+from penstock.sim import Report, simulate
 
 
 def axes_of(figure: Figure, label: str) -> Axes:

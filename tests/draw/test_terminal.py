@@ -13,10 +13,10 @@ from panels import beneath_panel, overlap_panel, panel, unit_panel
 from rich.cells import cell_len
 from rich.console import Console
 
+from penstock.costs import CostTable
 from penstock.draw.colours import colour
 from penstock.draw.panel import Kind, Panel
 from penstock.draw.terminal import print_panels, terminal
-from penstock.sim import CostTable
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

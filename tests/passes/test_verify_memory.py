@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from penstock.costs import CostTable
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Schedule
 from penstock.passes import add_comms, verify
 from penstock.schedules import get
-from penstock.sim import CostTable
 
 # Rank 0 holds two microbatches at most, rank 1 one.
 TEXT = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"

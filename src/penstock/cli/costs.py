@@ -5,8 +5,9 @@ from pathlib import Path
 from penstock.cli.files import read_text
 from penstock.comparison.amounts import LARGEST_AMOUNT, to_times
 from penstock.comparison.costs import Costs, ShareCosts, StageCosts, with_delay
+from penstock.costs import CostTable
 from penstock.errors import OptionError, PipelineError
-from penstock.sim import CostTable, Recording
+from penstock.sim import Recording
 from penstock.sim.recording import holds_recording
 
 

@@ -9,9 +9,10 @@ from math import ceil
 from statistics import fmean
 from typing import TypeAlias
 
+from penstock.costs import CostTable
 from penstock.draw.panel import MemoryUnit, TimeUnit
 from penstock.ir import Placement, Schedule
-from penstock.sim import CostTable, Recording
+from penstock.sim import Recording
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ from enum import Enum
 from math import inf
 from typing import Literal, NamedTuple
 
+from penstock.costs import CostTable
 from penstock.errors import DrawError
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Overlap, Rank
 from penstock.ir.action import SINGLE_COMPUTE_TYPES, SingleCompute
-from penstock.sim import CostTable, Recording, Report
+from penstock.sim import Recording, Report
 
 TimeUnit = Literal["", "s"]
 MemoryUnit = Literal["", "bytes"]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from penstock.costs.footprint import Footprint
 from penstock.errors import ScheduleError
 from penstock.ir.action import (
     COMM_TYPES,
@@ -15,7 +16,6 @@ from penstock.ir.action import (
     StageId,
     compute_parts,
 )
-from penstock.ir.footprint import Footprint
 from penstock.ir.placement import Placement
 from penstock.ir.text import format_csv, parse_csv
 

@@ -6,10 +6,10 @@ from math import isnan
 from numbers import Real
 from typing import Final, NamedTuple
 
+from penstock.costs.footprint import Footprint
 from penstock.errors import CostError
 from penstock.ir import Backward, BackwardInput, Forward, Schedule
 from penstock.ir.action import compute_parts
-from penstock.ir.footprint import Footprint
 
 ROUNDING: Final = 1 + 1e-9  # Sums of the same numbers in another order may differ by this much.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from penstock.costs.footprint import Footprint
 from penstock.ir import (
     Backward,
     BackwardInput,
@@ -12,7 +13,6 @@ from penstock.ir import (
 )
 from penstock.ir.action import COMM_TYPES, Comm, SingleCompute, parts
 from penstock.ir.excerpt import error_at
-from penstock.ir.footprint import Footprint
 from penstock.ir.walk import walk
 from penstock.passes.memory import (
     ROUNDING,

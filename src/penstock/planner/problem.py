@@ -16,6 +16,7 @@ from itertools import accumulate
 from math import inf
 from typing import Final, TypeAlias, get_args
 
+from penstock.costs import CostTable
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import (
     Action,
@@ -29,7 +30,7 @@ from penstock.ir import (
 from penstock.ir.action import compute_parts
 from penstock.passes.memory import ROUNDING, cap_of_each_rank
 from penstock.schedules.base import Clock
-from penstock.sim import CostTable, Report
+from penstock.sim import Report
 
 FORWARD, INPUT, WEIGHT, FULL = range(4)
 KINDS: Final = (Forward, BackwardInput, BackwardWeight, Backward)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import exp, inf
 from numbers import Real
 
+from penstock.costs import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import Placement, Schedule
 from penstock.passes.memory import ROUNDING
@@ -30,7 +31,7 @@ from penstock.planner.problem import (
 from penstock.planner.registered import registered
 from penstock.planner.result import SearchResult, Tried
 from penstock.schedules.base import Clock
-from penstock.sim import CostTable, Report, simulate
+from penstock.sim import Report, simulate
 
 _FAR_BEHIND = 1.05  # A placement that takes so much longer than another is not looked into further.
 _NUM_STARTS = 4  # From how many of the best orders moves begin, and how warm it is then: in times

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.costs import CostTable
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Placement
 from penstock.planner.placements import describe
@@ -17,7 +18,6 @@ from penstock.plans.reading import GivenLayers, LayersOfBatch, ModelLayers
 from penstock.plans.result import LeftOut, Plan, PlanRow
 from penstock.plans.sources import AbstractSource, Choice, Question, Refusal, TableSource
 from penstock.plans.values import to_amount, to_count, to_counts
-from penstock.sim import CostTable
 from penstock.trace import LayerCost
 
 

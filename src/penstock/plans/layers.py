@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, inf
 
+from penstock.costs import CostTable
 from penstock.errors import PartitionError
 from penstock.ir import Placement
 from penstock.partition import MemoryLimit, Partition, balance
@@ -27,7 +28,6 @@ from penstock.plans.sources import (
     placements,
     sum_by_rank,
 )
-from penstock.sim import CostTable
 from penstock.trace import LayerCost
 
 _SLACK = 0.05  # That of `penstock.Balanced`.

@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.costs import CostTable
 from penstock.ir import Placement, Schedule
 from penstock.partition import Partition
 from penstock.planner import SearchResult
 from penstock.planner.placements import describe
 from penstock.planner.registered import registered
-from penstock.sim import CostTable
 from penstock.trace import SplitPoint
 
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from penstock.costs import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import Placement
 from penstock.partition import Partition
 from penstock.passes.memory import ROUNDING
 from penstock.planner.placements import default_placements
-from penstock.sim import CostTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.comm import AbstractComm
+from penstock.costs import CostTable
 from penstock.errors import CostError
 from penstock.ir import Placement, Schedule
 from penstock.runtime import Pipeline
@@ -21,7 +22,6 @@ from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.routes import Key, Routes
 from penstock.runtime.safe import safe_schedule
 from penstock.runtime.step import LossFn
-from penstock.sim import CostTable
 from penstock.stage import PipelineStage, stand_in_for
 from penstock.trace.costs import kept_as_it_was
 

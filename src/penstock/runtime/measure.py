@@ -13,6 +13,7 @@ from enum import Enum, auto
 import torch
 
 from penstock.comm import AbstractComm
+from penstock.costs import CostTable
 from penstock.ir import (
     Backward,
     BackwardInput,
@@ -29,7 +30,6 @@ from penstock.runtime.messages import Form
 from penstock.runtime.meter import Meter, Timing
 from penstock.runtime.pings import Edge, measure_edges
 from penstock.runtime.routes import Key, Routes
-from penstock.sim import CostTable
 
 
 class _Kind(Enum):

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.costs import CostTable
 from penstock.ir import Schedule
 from penstock.planner import search
 from penstock.runtime.safe import can_run
-from penstock.sim import CostTable, simulate
+from penstock.sim import simulate
 
 
 @dataclass(frozen=True, slots=True)

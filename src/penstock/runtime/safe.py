@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from penstock.costs import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import (
     Action,
@@ -14,7 +15,7 @@ from penstock.ir import (
 from penstock.ir.action import compute_parts
 from penstock.planner.one_at_a_time import one_at_a_time
 from penstock.planner.registered import registered
-from penstock.sim import CostTable, simulate
+from penstock.sim import simulate
 
 
 def safe_schedule(placement: Placement, num_microbatches: int) -> Schedule:

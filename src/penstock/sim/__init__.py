@@ -1,6 +1,5 @@
 """The simulator: when everything happens, and how much memory it takes."""
 
-from penstock.sim.cost import CostTable
 from penstock.sim.engine import Timeline
 from penstock.sim.memory import MemoryPoint
 from penstock.sim.recording import RecordedStep, Recording
@@ -8,7 +7,6 @@ from penstock.sim.report import Idle, RankReport, Report, TimedAction
 from penstock.sim.simulate import simulate
 
 __all__ = [
-    "CostTable",
     "Idle",
     "MemoryPoint",
     "RankReport",

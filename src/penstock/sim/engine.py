@@ -6,6 +6,7 @@ Along a walk both are known, and nothing is left to decide: the result depends o
 
 from dataclasses import dataclass
 
+from penstock.costs.cost_table import CostTable
 from penstock.ir import (
     Action,
     Backward,
@@ -18,7 +19,6 @@ from penstock.ir import (
 from penstock.ir.action import RECV_TYPES, SEND_TYPES
 from penstock.ir.inputs import Channel, Input, Inputs
 from penstock.ir.walk import walk
-from penstock.sim.cost import CostTable
 
 
 @dataclass(frozen=True, slots=True, repr=False)

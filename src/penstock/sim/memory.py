@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from penstock.costs.footprint import Footprint
 from penstock.ir import Rank
-from penstock.ir.footprint import Footprint
 from penstock.passes.memory import held_along
 from penstock.sim.engine import Timeline
 

@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from penstock.costs.cost_table import CostTable
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Schedule, StageId
 from penstock.ir.inputs import Input, Inputs
 from penstock.ir.walk import walk
 from penstock.passes.memory import whole_shares
-from penstock.sim.cost import CostTable
 from penstock.sim.engine import Timeline
 
 _Times: TypeAlias = dict[tuple[type, StageId], float]

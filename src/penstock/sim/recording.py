@@ -8,11 +8,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from penstock.costs.cost_table import CostTable
+from penstock.costs.json_format import Format
 from penstock.errors import PipelineError, RecordError
 from penstock.ir import Schedule
 from penstock.passes.verify import verify
-from penstock.sim.cost import CostTable
-from penstock.sim.document import Format
 from penstock.sim.engine import Timeline
 from penstock.sim.recorded_costs import recorded_costs
 from penstock.sim.report import Report, make_report

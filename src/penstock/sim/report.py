@@ -7,10 +7,10 @@ from math import fsum
 from operator import sub
 from typing import NamedTuple
 
+from penstock.costs.cost_table import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import Action, Rank
 from penstock.ir.action import Forward, compute_parts, is_compute
-from penstock.sim.cost import CostTable
 from penstock.sim.engine import Timeline
 from penstock.sim.memory import MemoryPoint, memory_curve, peak_memory
 

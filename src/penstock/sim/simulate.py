@@ -1,10 +1,10 @@
 """The way in."""
 
+from penstock.costs.cost_table import CostTable
 from penstock.ir import Schedule
 from penstock.passes import add_comms
 from penstock.passes.memory import check_stages, whole_shares
 from penstock.passes.verify import check_orders
-from penstock.sim.cost import CostTable
 from penstock.sim.engine import run
 from penstock.sim.report import Report, make_report
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from penstock.comparison import SEARCHED
+from penstock.costs import CostTable
 from penstock.ir import Schedule
-from penstock.sim import CostTable
 from penstock.studio.inputs import Inputs
 
 

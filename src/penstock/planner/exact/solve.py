@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from numbers import Real
 
+from penstock.costs import CostTable
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Forward, Placement, Schedule
 from penstock.ir.action import compute_parts
@@ -18,7 +19,7 @@ from penstock.planner.exact.ticks import TickProblem, to_ticks
 from penstock.planner.one_at_a_time import one_at_a_time
 from penstock.planner.problem import Problem, nothing_fits
 from penstock.schedules.base import Clock
-from penstock.sim import CostTable, Report, simulate
+from penstock.sim import Report, simulate
 
 _CLOSE = 1 + 1e-6  # A time this close to the lower bound is called optimal.
 

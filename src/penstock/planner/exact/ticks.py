@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
+from penstock.costs import CostTable
 from penstock.ir import Placement, Rank
 from penstock.planner.exact.units import to_units
 from penstock.planner.problem import Problem
-from penstock.sim import CostTable
 
 _MOST_TICKS = 10**7  # The longest time, if times are rounded.
 _MOST_MEMORY = 10**6  # The most that a microbatch holds of a stage, if memory is rounded.

@@ -9,8 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from penstock.costs.json_format import Format
 from penstock.errors import CostError
-from penstock.sim.document import Format
 
 _FORMAT = Format(
     name="penstock costs",
