@@ -14,6 +14,7 @@ WITHOUT_TORCH = (
     "costs",
     "schedules",
     "passes",
+    "timeline",
     "sim",
     "planner",
     "partition",
@@ -44,6 +45,8 @@ LAYERS = WITHOUT_TORCH + WITH_TORCH
 FRONT_DOORS = {
     ("penstock/ir/schedule.py", "penstock.passes.verify.verify"),  # schedule.verify()
     ("penstock/ir/schedule.py", "penstock.costs.footprint.Footprint"),
+    # recording.simulated()
+    ("penstock/timeline/recording.py", "penstock.sim.simulator.simulate"),
 }
 
 FILES_IN_LAYERS = [path for path in SOURCE_FILES if path != SRC / "penstock" / "__init__.py"]

@@ -1,6 +1,6 @@
 """Shows mkdocstrings what users get where a function and the module that defines it share a name.
 
-`penstock.sim.simulate` is a module, and also the function in it that `penstock.sim` passes on.
+`penstock.sim.simulator` is a module, and also the function in it that `penstock.sim` passes on.
 Whoever writes it gets the function, while griffe, which only reads, takes the module.
 """
 

@@ -115,7 +115,7 @@ def _imported_names(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _name_in_package(node: ast.Attribute) -> str:
-    """`penstock.sim.simulate`, where that is what was written; otherwise nothing."""
+    """`penstock.sim.simulator`, where that is what was written; otherwise nothing."""
     parts = [node.attr]
     value = node.value
     while isinstance(value, ast.Attribute):

@@ -73,11 +73,11 @@ if TYPE_CHECKING:
     from penstock.profile import measure_costs as measure_costs
     from penstock.runtime import Pipeline as Pipeline
     from penstock.runtime import record as record
-    from penstock.sim import Recording as Recording
-    from penstock.sim import Report as Report
     from penstock.sim import simulate as simulate
     from penstock.stage import PipelineStage as PipelineStage
     from penstock.stage import build_stage as build_stage
+    from penstock.timeline import Recording as Recording
+    from penstock.timeline import Report as Report
     from penstock.trace import Balanced as Balanced
     from penstock.trace import LayerCost as LayerCost
     from penstock.trace import Pipe as Pipe
@@ -108,9 +108,9 @@ _LAZY_NAMES = {
     "Placement": "penstock.ir",
     "Plan": "penstock.plans",
     "PlanRow": "penstock.plans",
-    "Recording": "penstock.sim",
+    "Recording": "penstock.timeline",
     "Replicate": "penstock.microbatch",
-    "Report": "penstock.sim",
+    "Report": "penstock.timeline",
     "Schedule": "penstock.ir",
     "Schedule1F1B": "penstock.compat",
     "ScheduleAuto": "penstock.compat",

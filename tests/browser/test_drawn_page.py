@@ -12,7 +12,7 @@ from draw.panels import beneath_panel, overlap_panel, panel, unit_panel
 from penstock.draw.colours import colour
 from penstock.draw.page import page
 from penstock.draw.panel import Kind, Panel, bars, in_memory, in_time
-from penstock.sim import RecordedStep, Recording
+from penstock.timeline import RecordedStep, Recording
 
 pytestmark = pytest.mark.browser
 

@@ -53,7 +53,7 @@ def test_examples_of_the_help_are_accepted(
 def make_files() -> None:
     """What the examples read."""
     from penstock import CostTable, schedules, simulate
-    from penstock.sim import RecordedStep, Recording
+    from penstock.timeline import RecordedStep, Recording
 
     schedule = schedules.get("1F1B")(num_ranks=4, num_microbatches=8)
     costs = CostTable.uniform(4, delay=0.1)

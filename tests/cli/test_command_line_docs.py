@@ -9,7 +9,7 @@ import pytest
 from command_line import run
 
 from penstock import CostTable, schedules, simulate
-from penstock.sim import RecordedStep, Recording
+from penstock.timeline import RecordedStep, Recording
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
 

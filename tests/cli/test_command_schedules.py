@@ -8,7 +8,7 @@ from command_line import run, run_process
 
 from penstock import CostTable, Schedule, schedules, simulate
 from penstock.passes import add_comms, split_backward
-from penstock.sim import RecordedStep, Recording
+from penstock.timeline import RecordedStep, Recording
 
 
 def make(name: str, num_ranks: int = 4, num_microbatches: int = 8) -> Schedule:

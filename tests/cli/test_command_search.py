@@ -8,7 +8,7 @@ from command_line import run, run_process
 
 from penstock import CostTable, Placement, Recording, Schedule, schedules, search, simulate
 from penstock.planner import Problem, lower_bound
-from penstock.sim import RecordedStep
+from penstock.timeline import RecordedStep
 
 
 def first_words(lines: list[str]) -> list[str]:

@@ -13,7 +13,8 @@ from penstock.cli.demo_report import Progress, report, sparkline
 from penstock.cli.screen import console
 from penstock.costs import CostTable
 from penstock.schedules import get
-from penstock.sim import RecordedStep, simulate
+from penstock.sim import simulate
+from penstock.timeline import RecordedStep
 from penstock.training.settings import GptConfig, TrainConfig
 from penstock.training.side_by_side import Contender
 from penstock.training.trainer import StepDone

@@ -7,7 +7,7 @@ import pytest
 from command_line import run
 
 from penstock import CostTable, Recording, schedules, simulate
-from penstock.sim import RecordedStep
+from penstock.timeline import RecordedStep
 
 
 @pytest.fixture(autouse=True)

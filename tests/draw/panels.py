@@ -4,7 +4,8 @@ from penstock import schedules
 from penstock.costs import CostTable
 from penstock.draw.panel import Panel
 from penstock.ir import Schedule
-from penstock.sim import Report, simulate
+from penstock.sim import simulate
+from penstock.timeline import Report
 
 
 def panel(

@@ -9,7 +9,7 @@ from panels import overlap_panel, panel, unit_panel
 from penstock.draw.axis import axis
 from penstock.draw.cells import Scale, fit_scale, memory_levels, runs, slots
 from penstock.draw.panel import Panel
-from penstock.sim import MemoryPoint
+from penstock.timeline import MemoryPoint
 
 PANELS = [
     panel("1F1B"),

@@ -14,7 +14,8 @@ from penstock.draw.page import LaneData, PageData, TimelineData, page, page_data
 from penstock.draw.panel import Bar, Kind, Panel, bars
 from penstock.errors import DrawError
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward
-from penstock.sim import MemoryPoint, Report, simulate
+from penstock.sim import simulate
+from penstock.timeline import MemoryPoint, Report
 
 ACTIONS = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
 HALVES = {"w": "whole", "u": "upper", "l": "lower"}

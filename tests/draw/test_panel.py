@@ -10,7 +10,8 @@ from penstock.draw.panel import Kind, Panel, bars, kinds, memory_scale
 from penstock.errors import DrawError
 from penstock.ir import Backward, BackwardInput, Forward, Overlap
 from penstock.passes import add_comms
-from penstock.sim import RecordedStep, Recording, simulate
+from penstock.sim import simulate
+from penstock.timeline import RecordedStep, Recording
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from penstock.draw.colours import colour
 from penstock.draw.panel import Kind, Panel, bars
 from penstock.draw.picture import draw_figure, picture
 from penstock.errors import DrawError
-from penstock.sim import Report, simulate
+from penstock.sim import simulate
+from penstock.timeline import Report
 
 
 def axes_of(figure: Figure, label: str) -> Axes:

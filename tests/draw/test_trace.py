@@ -10,7 +10,7 @@ from panels import beneath_panel, overlap_panel, panel, unit_panel
 
 from penstock.draw.panel import Panel, bars
 from penstock.draw.trace import trace
-from penstock.sim import Report
+from penstock.timeline import Report
 
 PANELS = [panel("1F1B"), panel("ZB-V"), overlap_panel(), unit_panel()]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from penstock import CostTable, schedules, simulate
-from penstock.sim import Report
+from penstock.timeline import Report
 
 TABLE = Path(__file__).parents[1] / "data" / "published_bubbles.csv"
 

@@ -1,6 +1,6 @@
 """An obvious simulation: every start time is pushed up until nothing has to wait any more.
 
-Quadratic, and written from the documents alone; it shares no code with `penstock.sim.engine`.
+Quadratic, and written from the documents alone; it shares no code with `penstock.sim.simulator`.
 """
 
 from dataclasses import dataclass

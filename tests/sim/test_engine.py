@@ -10,7 +10,7 @@ from penstock import CostError, CostTable, Placement, Schedule, ScheduleError, s
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Overlap
 from penstock.passes import add_comms, fuse_backward, split_backward
 from penstock.schedules import REGISTRY, Generator
-from penstock.sim.report import Report
+from penstock.timeline.report import Report
 from shapes import make, shapes
 
 every_generator = pytest.mark.parametrize("generator", REGISTRY, ids=lambda each: each.name)

@@ -13,7 +13,7 @@ from penstock.comm import LocalGroup, local_ranks
 from penstock.comm.channels import both_ways
 from penstock.errors import AgreementError, OptionError
 from penstock.ir.inputs import Channel
-from penstock.sim.recording import Recording
+from penstock.timeline.recording import Recording
 from penstock.training.saved import check_same, find_latest, kept_from_others
 from penstock.training.settings import GptConfig
 from penstock.training.text import Text

@@ -7,8 +7,8 @@ from penstock.comparison.amounts import LARGEST_AMOUNT, to_times
 from penstock.comparison.costs import Costs, ShareCosts, StageCosts, with_delay
 from penstock.costs import CostTable
 from penstock.errors import OptionError, PipelineError
-from penstock.sim import Recording
-from penstock.sim.recording import holds_recording
+from penstock.timeline import Recording
+from penstock.timeline.recording import holds_recording
 
 
 def read_costs(text: str | None, delay: float | None) -> Costs:

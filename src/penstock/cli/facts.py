@@ -1,6 +1,6 @@
 """What commands say of a report to other programs."""
 
-from penstock.sim import Report
+from penstock.timeline import Report
 
 
 def facts_of(report: Report) -> dict[str, float]:

@@ -15,7 +15,7 @@ from penstock.passes import verify
 from penstock.planner.placements import describe
 from penstock.schedules import get
 from penstock.schedules.base import Generator
-from penstock.sim import Recording
+from penstock.timeline import Recording
 from penstock.training.settings import check_size
 
 _NUM_RANKS, _NUM_MICROBATCHES = 4, 8  # If nothing says how many.

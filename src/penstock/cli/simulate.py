@@ -11,8 +11,8 @@ from penstock.cli.options import AsJson, CostsText, Delay, Microbatches, Names, 
 from penstock.cli.screen import print_json, print_table
 from penstock.draw.panel import Panel
 from penstock.planner.placements import describe
-from penstock.sim import Report
 from penstock.sim import simulate as run
+from penstock.timeline import Report
 
 
 def simulate(

@@ -10,7 +10,8 @@ from penstock.planner import Problem, lower_bound
 from penstock.planner.placements import default_placements, describe
 from penstock.planner.problem import nothing_fits
 from penstock.schedules.base import Generator, Shape
-from penstock.sim import Report, simulate
+from penstock.sim import simulate
+from penstock.timeline import Report
 
 SEARCHED = "searched"
 """Stands where a schedule's name does, for one that is searched."""

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from penstock.costs import CostTable
 from penstock.draw.panel import MemoryUnit, TimeUnit
 from penstock.ir import Placement, Schedule
-from penstock.sim import Recording
+from penstock.timeline import Recording
 
 
 @dataclass(frozen=True, slots=True)

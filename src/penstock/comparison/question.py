@@ -7,7 +7,7 @@ from penstock.draw.panel import in_memory
 from penstock.ir import Placement
 from penstock.planner import Problem
 from penstock.schedules.base import Clock
-from penstock.sim import Report
+from penstock.timeline import Report
 
 
 @dataclass(frozen=True, slots=True)

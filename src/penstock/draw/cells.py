@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from penstock.draw.panel import Bar, Kind, bars
 from penstock.ir import Rank
-from penstock.sim import MemoryPoint, Report
+from penstock.timeline import MemoryPoint, Report
 
 # Not up to the full block: the curves of two ranks would be one.
 _LEVELS = " ▁▂▃▄▅▆▇"

@@ -23,7 +23,7 @@ from penstock.draw.panel import (
     memory_scale,
 )
 from penstock.ir import Schedule
-from penstock.sim import Report
+from penstock.timeline import Report
 
 _SCRIPTS = ("words.js", "lanes.js", "page.js")
 

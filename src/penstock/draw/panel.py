@@ -10,7 +10,7 @@ from penstock.costs import CostTable
 from penstock.errors import DrawError
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Overlap, Rank
 from penstock.ir.action import SINGLE_COMPUTE_TYPES, SingleCompute
-from penstock.sim import Recording, Report
+from penstock.timeline import Recording, Report
 
 TimeUnit = Literal["", "s"]
 MemoryUnit = Literal["", "bytes"]

@@ -10,7 +10,7 @@ from penstock.draw.colours import TEXT, colour
 from penstock.draw.panel import Bar, Panel, bars
 from penstock.draw.picture_look import Page
 from penstock.ir import Rank
-from penstock.sim import Report
+from penstock.timeline import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

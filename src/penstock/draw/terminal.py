@@ -11,7 +11,7 @@ from penstock.draw.axis import axis
 from penstock.draw.cells import FULL, Scale, Slot, fit_scale, memory_levels, runs, slots
 from penstock.draw.characters import BOTH, FAINT, IDLE, coloured, lettered, paint, split, thin
 from penstock.draw.panel import Kind, MemoryUnit, Panel, TimeUnit
-from penstock.sim import Report
+from penstock.timeline import Report
 
 _NARROWEST = 40
 _ROOMY = 60

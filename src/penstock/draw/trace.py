@@ -14,7 +14,7 @@ from typing import Any
 from penstock.draw.panel import Kind, MemoryUnit, Panel, TimeUnit, bars
 from penstock.ir.action import is_compute
 from penstock.ir.inputs import Input, Inputs
-from penstock.sim import Report
+from penstock.timeline import Report
 
 _MICROSECONDS: dict[TimeUnit, float] = {"": 1e3, "s": 1e6}
 _UNITLESS = "Times have no unit: 1 is shown as 1 ms."

@@ -30,7 +30,7 @@ from penstock.ir import (
 from penstock.ir.action import compute_parts
 from penstock.passes.memory import ROUNDING, cap_of_each_rank
 from penstock.schedules.base import Clock
-from penstock.sim import Report
+from penstock.timeline import Report
 
 FORWARD, INPUT, WEIGHT, FULL = range(4)
 KINDS: Final = (Forward, BackwardInput, BackwardWeight, Backward)

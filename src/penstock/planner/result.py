@@ -5,7 +5,7 @@ from math import inf
 
 from penstock.ir import Schedule
 from penstock.schedules.base import Clock
-from penstock.sim import Report
+from penstock.timeline import Report
 
 
 @dataclass(frozen=True, slots=True)

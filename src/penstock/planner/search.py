@@ -31,7 +31,8 @@ from penstock.planner.problem import (
 from penstock.planner.registered import registered
 from penstock.planner.result import SearchResult, Tried
 from penstock.schedules.base import Clock
-from penstock.sim import Report, simulate
+from penstock.sim import simulate
+from penstock.timeline import Report
 
 _FAR_BEHIND = 1.05  # A placement that takes so much longer than another is not looked into further.
 _NUM_STARTS = 4  # From how many of the best orders moves begin, and how warm it is then: in times

@@ -31,7 +31,7 @@ from penstock.runtime.next_schedule import NextSchedule, choose_next
 from penstock.runtime.pilot import AbstractPilot
 from penstock.runtime.routes import Key, Routes
 from penstock.runtime.safe import safe_schedule
-from penstock.sim.engine import duration
+from penstock.sim.simulator import duration
 
 LOGGER = logging.getLogger("penstock")
 DEFAULT_SEARCH_S = 10.0

@@ -48,8 +48,8 @@ from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
 from penstock.runtime.tied import TiedGrads, Ties, claim, tie
 from penstock.runtime.wire import Wire
 from penstock.sealed import Sealed
-from penstock.sim import Recording
 from penstock.stage import PipelineStage
+from penstock.timeline import Recording
 
 DEFAULT_TIMEOUT_S = 600.0
 

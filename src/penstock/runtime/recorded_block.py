@@ -6,7 +6,7 @@ from contextvars import ContextVar
 
 from penstock.errors import RecordError
 from penstock.runtime.recorder import Recorder
-from penstock.sim import Recording
+from penstock.timeline import Recording
 
 # Each rank has its own, also where ranks are threads of one process.
 _ACTIVE: ContextVar["Run | None"] = ContextVar("penstock.record", default=None)

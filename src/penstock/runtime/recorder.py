@@ -13,7 +13,7 @@ from penstock.ir.action import SingleCompute
 from penstock.runtime.clocks import seconds_ahead
 from penstock.runtime.exchange import decide
 from penstock.runtime.meter import Meter
-from penstock.sim import RecordedStep, Recording, Timeline
+from penstock.timeline import RecordedStep, Recording, Timeline
 
 MOST_STEPS = 100
 

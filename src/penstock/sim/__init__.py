@@ -1,19 +1,5 @@
-"""The simulator: when everything happens, and how much memory it takes."""
+"""The simulator: when every action starts and ends under given costs."""
 
-from penstock.sim.engine import Timeline
-from penstock.sim.memory import MemoryPoint
-from penstock.sim.recording import RecordedStep, Recording
-from penstock.sim.report import Idle, RankReport, Report, TimedAction
-from penstock.sim.simulate import simulate
+from penstock.sim.simulator import simulate
 
-__all__ = [
-    "Idle",
-    "MemoryPoint",
-    "RankReport",
-    "RecordedStep",
-    "Recording",
-    "Report",
-    "TimedAction",
-    "Timeline",
-    "simulate",
-]
+__all__ = ["simulate"]

@@ -16,9 +16,10 @@ from penstock.planner import SearchResult
 from penstock.planner.placements import default_placements, describe
 from penstock.planner.problem import nothing_fits
 from penstock.schedules import REGISTRY, get
-from penstock.sim import Report, simulate
+from penstock.sim import simulate
 from penstock.studio.inputs import Inputs
 from penstock.studio.python_text import python_text
+from penstock.timeline import Report
 
 # What a name ends in, for each kind of file.
 FILES: Final = {

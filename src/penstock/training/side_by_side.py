@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.comm import AbstractComm
-from penstock.sim import Recording
 from penstock.stage import Group
+from penstock.timeline import Recording
 from penstock.training.settings import TrainConfig
 from penstock.training.text import Text
 from penstock.training.trainer import Run, StepDone, connected, settled

@@ -17,8 +17,8 @@ from penstock.errors import OptionError
 from penstock.ir import Rank, Schedule
 from penstock.ir.inputs import Channel
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S, Pipeline
-from penstock.sim.recording import Recording
 from penstock.stage import Group, PipelineStage
+from penstock.timeline.recording import Recording
 from penstock.training import checkpoint
 from penstock.training.batches import Batches
 from penstock.training.gpt import build_stages, cut, loss_of

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from penstock.ir import Schedule
 from penstock.planner.problem import Problem
-from penstock.sim import Report, simulate
+from penstock.sim import simulate
+from penstock.timeline import Report
 
 
 class ExactProgress(NamedTuple):

@@ -19,7 +19,8 @@ from penstock.planner.exact.ticks import TickProblem, to_ticks
 from penstock.planner.one_at_a_time import one_at_a_time
 from penstock.planner.problem import Problem, nothing_fits
 from penstock.schedules.base import Clock
-from penstock.sim import Report, simulate
+from penstock.sim import simulate
+from penstock.timeline import Report
 
 _CLOSE = 1 + 1e-6  # A time this close to the lower bound is called optimal.
 

@@ -8,7 +8,7 @@ from pipelines import uneven_costs
 from penstock import CostTable, Placement, Schedule, schedules, simulate
 from penstock.ir import Backward, Forward
 from penstock.schedules import REGISTRY, Generator
-from penstock.sim import Idle, MemoryPoint, TimedAction
+from penstock.timeline import Idle, MemoryPoint, TimedAction
 from shapes import make, shapes
 
 every_generator = pytest.mark.parametrize("generator", REGISTRY, ids=lambda each: each.name)

@@ -13,10 +13,9 @@ from penstock.costs.json_format import Format
 from penstock.errors import PipelineError, RecordError
 from penstock.ir import Schedule
 from penstock.passes.verify import verify
-from penstock.sim.engine import Timeline
-from penstock.sim.recorded_costs import recorded_costs
-from penstock.sim.report import Report, make_report
-from penstock.sim.simulate import simulate
+from penstock.timeline.recorded_costs import recorded_costs
+from penstock.timeline.report import Report, make_report
+from penstock.timeline.timeline import Timeline
 
 _FORMAT = Format(
     name="penstock recording",
@@ -76,6 +75,8 @@ class Recording:
 
     def simulated(self, costs: CostTable | None = None) -> Report:
         """What the simulator makes of `schedule`, by `costs` or those of the recording itself."""
+        from penstock.sim.simulator import simulate
+
         return simulate(self.schedule, costs or self.costs())
 
     def costs(self) -> CostTable:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from penstock.costs.footprint import Footprint
 from penstock.ir import Rank
 from penstock.passes.memory import held_along
-from penstock.sim.engine import Timeline
+from penstock.timeline.timeline import Timeline
 
 
 class MemoryPoint(NamedTuple):

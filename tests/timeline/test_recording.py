@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock import CostTable, RecordError, Recording, schedules, simulate
-from penstock.sim import RecordedStep, Timeline
+from penstock.timeline import RecordedStep, Timeline
 
 COSTS = CostTable(
     forward=[1.0, 2.0, 1.5],

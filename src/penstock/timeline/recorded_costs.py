@@ -10,7 +10,7 @@ from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Schedu
 from penstock.ir.inputs import Input, Inputs
 from penstock.ir.walk import walk
 from penstock.passes.memory import whole_shares
-from penstock.sim.engine import Timeline
+from penstock.timeline.timeline import Timeline
 
 _Times: TypeAlias = dict[tuple[type, StageId], float]
 

@@ -4,9 +4,7 @@ The orders are fixed, so an action starts when its rank is free and its inputs h
 Along a walk both are known, and nothing is left to decide: the result depends on no tie.
 """
 
-from dataclasses import dataclass
-
-from penstock.costs.cost_table import CostTable
+from penstock.costs import CostTable
 from penstock.ir import (
     Action,
     Backward,
@@ -19,15 +17,38 @@ from penstock.ir import (
 from penstock.ir.action import RECV_TYPES, SEND_TYPES
 from penstock.ir.inputs import Channel, Input, Inputs
 from penstock.ir.walk import walk
+from penstock.passes import add_comms
+from penstock.passes.memory import check_stages, whole_shares
+from penstock.passes.verify import check_orders
+from penstock.timeline import Report, Timeline
+from penstock.timeline.report import make_report
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Timeline:
-    """When each action starts and ends: `starts[rank][position]`, in step with the orders."""
+def simulate(
+    schedule: Schedule,
+    costs: CostTable | None = None,
+    *,
+    blocking: bool = False,
+) -> Report:
+    """Computes when every action of `schedule` starts and ends, and what follows from it.
 
-    schedule: Schedule
-    starts: tuple[tuple[float, ...], ...]
-    ends: tuple[tuple[float, ...], ...]
+    Verifies the schedule too. Without `costs`, each rank's share of F, I and W takes 1 each,
+    messages take no time, and a microbatch holds 1 of memory on a rank.
+    Communication overlaps compute. If `blocking`, it does not: a send keeps its rank until the
+    message has arrived, and a receive waits for it.
+
+    >>> from penstock import schedules
+    >>> schedule = schedules.get("ZB-H2")(num_ranks=4, num_microbatches=8)
+    >>> simulate(schedule)
+    Report(makespan=27, span=24, bubble_by_makespan=0.1111, bubble_by_span=0.0000, peak_memory=7)
+    """
+    check_orders(schedule)  # The rest of `verify` is a walk, and so is the simulation.
+    if costs is None:
+        costs = _unit_costs(schedule)
+    check_stages(schedule, costs)
+    if blocking and not schedule.has_comms:
+        schedule = add_comms(schedule)
+    return make_report(run(schedule, costs, blocking=blocking), costs)
 
 
 def duration(action: Action, costs: CostTable) -> float:
@@ -103,3 +124,14 @@ class _Network:
         self._free_at[channel] = free_at
         self._last_arrival[channel] = arrival
         return arrival
+
+
+def _unit_costs(schedule: Schedule) -> CostTable:
+    share, _ = whole_shares(schedule)
+    return CostTable(
+        forward=share,
+        backward_input=share,
+        backward_weight=share,
+        after_forward=share,
+        after_input=share,
+    )

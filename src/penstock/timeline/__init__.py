@@ -1,0 +1,17 @@
+"""Timelines, simulated or measured: their reports, and recordings of real runs."""
+
+from penstock.timeline.memory_curve import MemoryPoint
+from penstock.timeline.recording import RecordedStep, Recording
+from penstock.timeline.report import Idle, RankReport, Report, TimedAction
+from penstock.timeline.timeline import Timeline
+
+__all__ = [
+    "Idle",
+    "MemoryPoint",
+    "RankReport",
+    "RecordedStep",
+    "Recording",
+    "Report",
+    "TimedAction",
+    "Timeline",
+]
