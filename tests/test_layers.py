@@ -43,7 +43,7 @@ LAYERS = WITHOUT_TORCH + WITH_TORCH
 # Ways in that users expect where they hold a value; imported when called. Each breaks the order,
 # so each is here by name.
 FRONT_DOORS = {
-    ("penstock/ir/schedule.py", "penstock.passes.verify.verify"),  # schedule.verify()
+    ("penstock/ir/schedule.py", "penstock.passes.verification.verify"),  # schedule.verify()
     ("penstock/ir/schedule.py", "penstock.costs.footprint.Footprint"),
     # recording.simulated()
     ("penstock/timeline/recording.py", "penstock.sim.simulator.simulate"),

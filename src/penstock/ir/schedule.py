@@ -79,7 +79,7 @@ class Schedule:
         memory_cap: float | Iterable[float] | None = None,
     ) -> None:
         """Raises a ScheduleError if this cannot be run; see `penstock.passes.verify`."""
-        from penstock.passes.verify import verify
+        from penstock.passes.verification import verify
 
         verify(self, costs=costs, memory_cap=memory_cap)
 

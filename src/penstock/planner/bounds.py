@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Sequence
 from math import ceil, floor, inf
 
-from penstock.passes.memory import ROUNDING
+from penstock.passes.held_memory import ROUNDING
 from penstock.planner.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
 
 

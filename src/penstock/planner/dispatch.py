@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 
-from penstock.passes.memory import ROUNDING
+from penstock.passes.held_memory import ROUNDING
 from penstock.planner.problem import FORWARD, FULL, INPUT, WEIGHT, Code, Order, Problem
 
 

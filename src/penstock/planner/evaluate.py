@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from penstock.passes.memory import ROUNDING
+from penstock.passes.held_memory import ROUNDING
 from penstock.planner.problem import FORWARD, INPUT, WEIGHT, Order, Problem
 
 _SHARE_OF_OTHERS = 0.02  # It leads along where the latest rank stays the same.

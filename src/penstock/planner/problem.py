@@ -28,7 +28,7 @@ from penstock.ir import (
     Schedule,
 )
 from penstock.ir.action import compute_parts
-from penstock.passes.memory import ROUNDING, cap_of_each_rank
+from penstock.passes.held_memory import ROUNDING, cap_of_each_rank
 from penstock.schedules.base import Clock
 from penstock.timeline import Report
 

@@ -10,7 +10,7 @@ from numbers import Real
 from penstock.costs import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import Placement, Schedule
-from penstock.passes.memory import ROUNDING
+from penstock.passes.held_memory import ROUNDING
 from penstock.planner.anneal import anneal
 from penstock.planner.bounds import lower_bound
 from penstock.planner.dispatch import Policy, dispatch

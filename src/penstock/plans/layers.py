@@ -17,7 +17,7 @@ from penstock.costs import CostTable
 from penstock.errors import PartitionError
 from penstock.ir import Placement
 from penstock.partition import MemoryLimit, Partition, balance
-from penstock.passes.memory import ROUNDING
+from penstock.passes.held_memory import ROUNDING
 from penstock.plans.reading import LayersOfBatch
 from penstock.plans.sources import (
     AbstractSource,

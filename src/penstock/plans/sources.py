@@ -9,7 +9,7 @@ from penstock.costs import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import Placement
 from penstock.partition import Partition
-from penstock.passes.memory import ROUNDING
+from penstock.passes.held_memory import ROUNDING
 from penstock.planner.placements import default_placements
 
 

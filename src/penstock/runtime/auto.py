@@ -22,7 +22,7 @@ import torch
 from penstock.comm import AbstractComm
 from penstock.errors import ScheduleError, StageError
 from penstock.ir import Placement, Schedule, StageId
-from penstock.passes.memory import cap_of_each_rank
+from penstock.passes.held_memory import cap_of_each_rank
 from penstock.runtime.exchange import decide
 from penstock.runtime.measure import Measuring, Share, join, receipt_s
 from penstock.runtime.messages import Form

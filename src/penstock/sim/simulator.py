@@ -18,8 +18,8 @@ from penstock.ir.action import RECV_TYPES, SEND_TYPES
 from penstock.ir.inputs import Channel, Input, Inputs
 from penstock.ir.walk import walk
 from penstock.passes import add_comms
-from penstock.passes.memory import check_stages, whole_shares
-from penstock.passes.verify import check_orders
+from penstock.passes.held_memory import check_stages, whole_shares
+from penstock.passes.verification import check_orders
 from penstock.timeline import Report, Timeline
 from penstock.timeline.report import make_report
 

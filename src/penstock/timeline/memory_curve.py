@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from penstock.costs.footprint import Footprint
 from penstock.ir import Rank
-from penstock.passes.memory import held_along
+from penstock.passes.held_memory import held_along
 from penstock.timeline.timeline import Timeline
 
 

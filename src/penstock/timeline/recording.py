@@ -12,7 +12,7 @@ from penstock.costs.cost_table import CostTable
 from penstock.costs.json_format import Format
 from penstock.errors import PipelineError, RecordError
 from penstock.ir import Schedule
-from penstock.passes.verify import verify
+from penstock.passes.verification import verify
 from penstock.timeline.recorded_costs import recorded_costs
 from penstock.timeline.report import Report, make_report
 from penstock.timeline.timeline import Timeline

@@ -6,7 +6,7 @@ from penstock.errors import ScheduleError
 from penstock.ir import Action, Schedule
 from penstock.ir.action import is_compute
 from penstock.ir.inputs import Channel, Input, Inputs
-from penstock.passes.verify import verify
+from penstock.passes.verification import verify
 
 
 def add_comms(schedule: Schedule) -> Schedule:

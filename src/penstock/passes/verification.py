@@ -14,14 +14,14 @@ from penstock.ir import (
 from penstock.ir.action import COMM_TYPES, Comm, SingleCompute, parts
 from penstock.ir.excerpt import error_at
 from penstock.ir.walk import walk
-from penstock.passes.memory import (
+from penstock.passes.held_memory import (
     ROUNDING,
     cap_of_each_rank,
     check_stages,
     held_along,
     whole_shares,
 )
-from penstock.passes.verify_comms import check_comms
+from penstock.passes.message_rules import check_comms
 
 
 def verify(
