@@ -9,7 +9,7 @@ from limits import HANG_S
 from local_steps import mean_square, randn
 from penstock import CommError, Pipeline, Recording, schedules
 from penstock.ir.inputs import Inputs
-from penstock.ir.walk import walk
+from penstock.ir.walking import walk
 from stage_training import make_stages
 from worker_pool import WorkerPool
 

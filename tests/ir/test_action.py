@@ -19,7 +19,7 @@ from penstock.ir import (
     SendGradient,
 )
 from penstock.ir.action import compute_parts, is_compute
-from penstock.ir.text import parse_cell
+from penstock.ir.csv_text import parse_cell
 
 SINGLE_KINDS = [
     Forward,

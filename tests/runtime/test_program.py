@@ -19,7 +19,7 @@ from penstock.ir import (
 )
 from penstock.ir.action import SEND_TYPES, compute_parts, is_compute
 from penstock.ir.inputs import Inputs
-from penstock.ir.walk import walk
+from penstock.ir.walking import walk
 from penstock.passes import add_comms
 from penstock.runtime.program import Program, forward_only, make_program
 from penstock.schedules import Shape

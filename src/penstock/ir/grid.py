@@ -6,7 +6,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Overlap, is_compute, parts
 from penstock.ir.inputs import Input
 from penstock.ir.schedule import Schedule
-from penstock.ir.walk import walk
+from penstock.ir.walking import walk
 
 
 def format_grid(schedule: Schedule) -> str:

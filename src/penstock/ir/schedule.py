@@ -16,8 +16,8 @@ from penstock.ir.action import (
     StageId,
     compute_parts,
 )
+from penstock.ir.csv_text import format_csv, parse_csv
 from penstock.ir.placement import Placement
-from penstock.ir.text import format_csv, parse_csv
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -13,7 +13,7 @@ from penstock.ir import (
 )
 from penstock.ir.action import COMM_TYPES, Comm, SingleCompute, parts
 from penstock.ir.excerpt import error_at
-from penstock.ir.walk import walk
+from penstock.ir.walking import walk
 from penstock.passes.held_memory import (
     ROUNDING,
     cap_of_each_rank,

@@ -16,7 +16,7 @@ from penstock.ir import (
 )
 from penstock.ir.action import RECV_TYPES, SEND_TYPES
 from penstock.ir.inputs import Channel, Input, Inputs
-from penstock.ir.walk import walk
+from penstock.ir.walking import walk
 from penstock.passes import add_comms
 from penstock.passes.held_memory import check_stages, whole_shares
 from penstock.passes.verification import check_orders

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from penstock.costs.cost_table import CostTable
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Schedule, StageId
 from penstock.ir.inputs import Input, Inputs
-from penstock.ir.walk import walk
+from penstock.ir.walking import walk
 from penstock.passes.held_memory import whole_shares
 from penstock.timeline.timeline import Timeline
 

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.ir import Schedule
-from penstock.ir.walk import walk
+from penstock.ir.walking import walk
 from penstock.passes import add_comms
 from penstock.schedules import REGISTRY
 from penstock.schedules.base import Generator
