@@ -9,9 +9,10 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
 from draw.panels import beneath_panel, overlap_panel, panel, unit_panel
+from penstock.costs.units import in_memory, in_time
 from penstock.draw.colours import colour
 from penstock.draw.page import page
-from penstock.draw.panel import Kind, Panel, bars, in_memory, in_time
+from penstock.draw.panel import Kind, Panel, bars
 from penstock.timeline import RecordedStep, Recording
 
 pytestmark = pytest.mark.browser

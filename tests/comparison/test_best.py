@@ -3,7 +3,8 @@
 import pytest
 
 from limits import HANG_S
-from penstock.comparison import Question, ShareCosts, find_best
+from penstock.comparison import Question, find_best
+from penstock.costs.given_costs import ShareCosts
 from penstock.errors import ScheduleError
 from penstock.planner import search
 from penstock.planner.placements import default_placements

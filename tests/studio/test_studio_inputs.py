@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.comparison import ShareCosts
+from penstock.costs.given_costs import ShareCosts
 from penstock.errors import InputError
 from penstock.ir import Placement
 from penstock.schedules import names

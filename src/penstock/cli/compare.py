@@ -18,9 +18,10 @@ from penstock.cli.options import (
     StagesPerRank,
 )
 from penstock.cli.screen import print_json, print_table, sign_of_life
-from penstock.comparison import Comparison, Question, ShareCosts
-from penstock.comparison.amounts import to_caps
-from penstock.draw.panel import in_time
+from penstock.comparison import Comparison, Question
+from penstock.costs.amounts import to_caps
+from penstock.costs.given_costs import ShareCosts
+from penstock.costs.units import in_time
 from penstock.errors import OptionError
 from penstock.planner.placements import describe
 from penstock.schedules import REGISTRY

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 from penstock.cli.files import read_text
-from penstock.comparison.amounts import LARGEST_AMOUNT, to_times
-from penstock.comparison.costs import Costs, ShareCosts, StageCosts, with_delay
 from penstock.costs import CostTable
+from penstock.costs.amounts import LARGEST_AMOUNT, to_times
+from penstock.costs.given_costs import GivenCosts, ShareCosts, TableCosts, with_delay
 from penstock.errors import OptionError, PipelineError
 from penstock.timeline import Recording
 from penstock.timeline.recording import holds_recording
 
 
-def read_costs(text: str | None, delay: float | None) -> Costs:
+def read_costs(text: str | None, delay: float | None) -> GivenCosts:
     """The costs that the options give; without any, F, I and W take 1 each."""
     times = (1.0, 1.0, 1.0) if text is None else to_times(text)
     if times is not None:
@@ -31,7 +31,7 @@ def read_costs(text: str | None, delay: float | None) -> Costs:
     return _load(text, delay)
 
 
-def choose_stages_per_rank(costs: Costs, num_ranks: int, wanted: int | None) -> int | None:
+def choose_stages_per_rank(costs: GivenCosts, num_ranks: int, wanted: int | None) -> int | None:
     """As wanted, or else as many as a file of costs has for each rank, if it has several."""
     if wanted is not None or isinstance(costs, ShareCosts):
         return wanted
@@ -39,12 +39,17 @@ def choose_stages_per_rank(costs: Costs, num_ranks: int, wanted: int | None) -> 
     return count if count > 1 and not rest else None
 
 
-def _load(path: str, delay: float | None) -> StageCosts:
+def costs_of(recording: Recording, delay: float | None) -> TableCosts:
+    """Return what a run measured, in seconds."""
+    return TableCosts(with_delay(recording.costs(), delay), "s", recording.schedule)
+
+
+def _load(path: str, delay: float | None) -> TableCosts:
     """From a file of costs, or of recorded steps."""
     text = read_text(path)
     try:
         if holds_recording(text):
-            return StageCosts.of_recording(Recording.from_json(text), delay)
-        return StageCosts(with_delay(CostTable.from_json(text), delay))
+            return costs_of(Recording.from_json(text), delay)
+        return TableCosts(with_delay(CostTable.from_json(text), delay))
     except PipelineError as exc:
         raise OptionError(f"{path} holds no costs that can be read: {exc}") from exc

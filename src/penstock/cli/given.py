@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.cli.costs import read_costs
+from penstock.cli.costs import costs_of, read_costs
 from penstock.cli.files import PIPE, read_text
-from penstock.comparison import Costs, StageCosts
+from penstock.costs.given_costs import GivenCosts, TableCosts
 from penstock.errors import OptionError, PipelineError, ScheduleError
 from penstock.ir import Schedule
 from penstock.passes import verify
@@ -28,7 +28,7 @@ class ShapeOptions(NamedTuple):
     microbatches: int | None
     stages_per_rank: int | None
 
-    def of(self, schedule: Schedule | None, costs: Costs | None) -> tuple[int, int]:
+    def of(self, schedule: Schedule | None, costs: GivenCosts | None) -> tuple[int, int]:
         """The numbers of ranks and microbatches.
 
         As given; or those of `schedule`, or of the recording that the costs are from, or usual.
@@ -56,7 +56,7 @@ class Given:
 
 
 def read_schedules(
-    names: Sequence[str], options: ShapeOptions, costs: Costs | None = None
+    names: Sequence[str], options: ShapeOptions, costs: GivenCosts | None = None
 ) -> list[Given]:
     """The schedules of these names and files, in their order.
 
@@ -88,13 +88,15 @@ def read_schedules(
     ]
 
 
-def choose_costs(given: Sequence[Given], named: Costs | None, delay: float | None) -> Costs:
+def choose_costs(
+    given: Sequence[Given], named: GivenCosts | None, delay: float | None
+) -> GivenCosts:
     """The costs of the option; or those of the first recording, so that all is like the real."""
     if named is not None:
         return named
     for one in given:
         if one.recording is not None:
-            return StageCosts.of_recording(one.recording, delay)
+            return costs_of(one.recording, delay)
     return read_costs(None, delay)
 
 
@@ -123,9 +125,9 @@ def describe_shape(schedule: Schedule) -> str:
     return ", ".join([ranks, f"{stages} ({describe(schedule.placement)})", *others])
 
 
-def _usual_ranks(costs: Costs | None) -> int:
+def _usual_ranks(costs: GivenCosts | None) -> int:
     """4, unless the stages of a file of costs cannot be shared out among so many."""
-    if isinstance(costs, StageCosts) and costs.costs.num_stages % _NUM_RANKS:
+    if isinstance(costs, TableCosts) and costs.costs.num_stages % _NUM_RANKS:
         return costs.costs.num_stages
     return _NUM_RANKS
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-from penstock.comparison.amounts import LARGEST_AMOUNT
+from penstock.costs.amounts import LARGEST_AMOUNT
 
 Ranks: TypeAlias = Annotated[
     int | None,

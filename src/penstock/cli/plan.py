@@ -9,8 +9,8 @@ from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.options import AsJson, Effort, Output, Seconds
 from penstock.cli.screen import print_json, print_table, sign_of_life
 from penstock.cli.user_code import errors_in_one_line, load_function
-from penstock.comparison.amounts import to_amount, to_counts
-from penstock.draw.panel import TimeUnit, in_memory, in_time
+from penstock.costs.amounts import to_amount, to_counts
+from penstock.costs.units import TimeUnit, in_memory, in_time
 from penstock.errors import OptionError
 from penstock.planner.placements import describe
 

@@ -23,9 +23,10 @@ from penstock.cli.options import (
     Seconds,
 )
 from penstock.cli.screen import print_json, print_table, sign_of_life
-from penstock.comparison import Costs, Question, ShareCosts, find_best
-from penstock.comparison.amounts import to_caps
-from penstock.draw.panel import TimeUnit, in_time
+from penstock.comparison import Question, find_best
+from penstock.costs.amounts import to_caps
+from penstock.costs.given_costs import GivenCosts, ShareCosts
+from penstock.costs.units import TimeUnit, in_time
 from penstock.errors import OptionError
 from penstock.ir import Placement
 from penstock.planner import SearchResult
@@ -98,7 +99,7 @@ def search(
 
 
 def _placements(
-    costs: Costs, num_ranks: int, stages_per_rank: int | None, names: Collection[PlacementName]
+    costs: GivenCosts, num_ranks: int, stages_per_rank: int | None, names: Collection[PlacementName]
 ) -> list[list[Placement]]:
     """Those to choose from; the ones of a list have as many stages."""
     count = choose_stages_per_rank(costs, num_ranks, stages_per_rank)

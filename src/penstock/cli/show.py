@@ -10,7 +10,7 @@ from penstock.cli.files import PIPE, check_output
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import CostsText, Delay, Microbatches, Names, Ranks, StagesPerRank
 from penstock.cli.screen import console
-from penstock.comparison import Costs, ShareCosts
+from penstock.costs.given_costs import GivenCosts, ShareCosts
 from penstock.draw import Panel, save
 from penstock.draw.output import PICTURES
 from penstock.errors import OptionError
@@ -92,7 +92,7 @@ def _check_dark(dark: bool, output: str | None) -> None:
         )
 
 
-def _panel(given: Given, costs: Costs, is_in_seconds: bool) -> Panel:
+def _panel(given: Given, costs: GivenCosts, is_in_seconds: bool) -> Panel:
     table = costs.table(given.schedule.placement)
     if given.recording is not None:
         measured, simulated = given.recording.typical(table), given.recording.simulated(table)

@@ -7,8 +7,8 @@ import typer
 from penstock.cli.costs import read_costs
 from penstock.cli.given import ShapeOptions
 from penstock.cli.options import CostsText, Delay, Memory, Microbatches, Ranks
-from penstock.comparison import ShareCosts
-from penstock.comparison.amounts import to_caps
+from penstock.costs.amounts import to_caps
+from penstock.costs.given_costs import ShareCosts
 from penstock.studio.inputs import DEFAULTS, fields_of, read_inputs
 
 

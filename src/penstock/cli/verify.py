@@ -8,8 +8,8 @@ import typer
 from penstock.cli.costs import read_costs
 from penstock.cli.given import Given, describe_shape, read_file
 from penstock.cli.options import CostsText, Memory
-from penstock.comparison import Costs, ShareCosts
-from penstock.comparison.amounts import to_caps
+from penstock.costs.amounts import to_caps
+from penstock.costs.given_costs import GivenCosts, ShareCosts
 from penstock.errors import PipelineError, ScheduleError
 from penstock.passes import verify as check
 
@@ -49,7 +49,7 @@ def verify(
         raise failed
 
 
-def _check_memory(given: Given, costs: Costs, caps: float | tuple[float, ...]) -> None:
+def _check_memory(given: Given, costs: GivenCosts, caps: float | tuple[float, ...]) -> None:
     table = costs.table(given.schedule.placement)
     try:
         check(given.schedule, costs=table, memory_cap=caps)

@@ -2,16 +2,16 @@
 
 from penstock.comparison.best import find_best
 from penstock.comparison.comparison import SEARCHED, Comparison, Row
-from penstock.comparison.costs import Costs, ShareCosts, StageCosts
 from penstock.comparison.question import Question
+from penstock.costs.given_costs import GivenCosts, ShareCosts, TableCosts
 
 __all__ = [
     "SEARCHED",
     "Comparison",
-    "Costs",
+    "GivenCosts",
     "Question",
     "Row",
     "ShareCosts",
-    "StageCosts",
+    "TableCosts",
     "find_best",
 ]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from penstock.comparison.best import find_best
 from penstock.comparison.question import Question
-from penstock.draw.panel import in_time
+from penstock.costs.units import in_time
 from penstock.ir import Placement, Schedule
 from penstock.planner import Problem, lower_bound
 from penstock.planner.placements import default_placements, describe

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from penstock.comparison.costs import Costs
-from penstock.draw.panel import in_memory
+from penstock.costs.given_costs import GivenCosts
+from penstock.costs.units import in_memory
 from penstock.ir import Placement
 from penstock.planner import Problem
 from penstock.schedules.base import Clock
@@ -14,7 +14,7 @@ from penstock.timeline import Report
 class Question:
     """The numbers that all schedules of a comparison share."""
 
-    costs: Costs
+    costs: GivenCosts
     num_ranks: int
     num_microbatches: int
     memory: float | tuple[float, ...] | None

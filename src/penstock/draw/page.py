@@ -10,18 +10,9 @@ from importlib.resources import files
 from string import Template
 from typing import TypedDict
 
+from penstock.costs.units import MemoryUnit, TimeUnit
 from penstock.draw.colours import TEXT, colour
-from penstock.draw.panel import (
-    Bar,
-    Kind,
-    MemoryUnit,
-    Panel,
-    TimeUnit,
-    bars,
-    check_panels,
-    kinds,
-    memory_scale,
-)
+from penstock.draw.panel import Bar, Kind, Panel, bars, check_panels, kinds, memory_scale
 from penstock.ir import Schedule
 from penstock.timeline import Report
 

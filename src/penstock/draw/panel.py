@@ -7,14 +7,11 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from penstock.costs import CostTable
+from penstock.costs.units import MemoryUnit, TimeUnit, in_memory, in_time
 from penstock.errors import DrawError
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Overlap, Rank
 from penstock.ir.action import SINGLE_COMPUTE_TYPES, SingleCompute
 from penstock.timeline import Recording, Report
-
-TimeUnit = Literal["", "s"]
-MemoryUnit = Literal["", "bytes"]
-
 
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
@@ -124,26 +121,6 @@ class Panel:
             f"span {self.time(report.span)} (bubble {report.bubble_by_span:.1%}), "
             f"peak memory {self.memory(report.peak_memory)}"
         )
-
-
-def in_time(value: float, unit: TimeUnit) -> str:
-    """A time in words."""
-    if unit == "":
-        return f"{value:.5g}"
-    for factor, name in ((1.0, "s"), (1e3, "ms")):
-        if value * factor >= 1 or value == 0:
-            return f"{value * factor:.4g} {name}"
-    return f"{value * 1e6:.4g} µs"
-
-
-def in_memory(value: float, unit: MemoryUnit) -> str:
-    """An amount of memory in words."""
-    if unit == "":
-        return f"{value:.5g}"
-    for exponent, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if value >= 1024**exponent:
-            return f"{value / 1024**exponent:.4g} {name}"
-    return f"{value:.4g} B"
 
 
 def memory_scale(panels: Sequence[Panel], unit: MemoryUnit) -> float:

@@ -7,10 +7,11 @@ from rich.console import Console, Group
 from rich.style import Style
 from rich.text import Text
 
+from penstock.costs.units import MemoryUnit, TimeUnit
 from penstock.draw.axis import axis
 from penstock.draw.cells import FULL, Scale, Slot, fit_scale, memory_levels, runs, slots
 from penstock.draw.characters import BOTH, FAINT, IDLE, coloured, lettered, paint, split, thin
-from penstock.draw.panel import Kind, MemoryUnit, Panel, TimeUnit
+from penstock.draw.panel import Kind, Panel
 from penstock.timeline import Report
 
 _NARROWEST = 40

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from penstock.draw.panel import Kind, MemoryUnit, Panel, TimeUnit, bars
+from penstock.costs.units import MemoryUnit, TimeUnit
+from penstock.draw.panel import Kind, Panel, bars
 from penstock.ir.action import is_compute
 from penstock.ir.inputs import Input, Inputs
 from penstock.timeline import Report

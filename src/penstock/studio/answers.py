@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 from typing import Final, NotRequired, TypedDict
 
 from penstock.comparison import SEARCHED, Comparison, Question, Row, find_best
+from penstock.costs.units import in_memory, in_time
 from penstock.draw import Panel, save
 from penstock.draw.page import PageData, page_data
-from penstock.draw.panel import in_memory, in_time
 from penstock.errors import InputError, ScheduleError
 from penstock.ir import Placement, Schedule
 from penstock.planner import SearchResult

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar, cast, get_args
 
-from penstock.comparison import SEARCHED, Question, ShareCosts
-from penstock.comparison.amounts import LARGEST_AMOUNT, shortened, to_amount
-from penstock.draw.panel import MemoryUnit, TimeUnit
+from penstock.comparison import SEARCHED, Question
+from penstock.costs.amounts import LARGEST_AMOUNT, shortened, to_amount
+from penstock.costs.given_costs import ShareCosts
+from penstock.costs.units import MemoryUnit, TimeUnit
 from penstock.errors import InputError, OptionError
 from penstock.schedules import names
 from penstock.schedules.base import Clock

@@ -10,9 +10,8 @@ from statistics import fmean
 from typing import TypeAlias
 
 from penstock.costs import CostTable
-from penstock.draw.panel import MemoryUnit, TimeUnit
+from penstock.costs.units import MemoryUnit, TimeUnit
 from penstock.ir import Placement, Schedule
-from penstock.timeline import Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class ShareCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class StageCosts:
+class TableCosts:
     """The costs of given stages."""
 
     costs: CostTable
@@ -65,15 +64,10 @@ class StageCosts:
     """What was recorded, if they are from a recording."""
     memory_unit: MemoryUnit = ""
 
-    @classmethod
-    def of_recording(cls, recording: Recording, delay: float | None) -> "StageCosts":
-        """What was measured, in seconds."""
-        return cls(with_delay(recording.costs(), delay), "s", recording.schedule)
-
     def table(self, placement: Placement) -> CostTable:
         """The costs of the stages; if there are others than the given, shared out along the model.
 
-        >>> costs = StageCosts(CostTable.uniform(2, forward=3.0))
+        >>> costs = TableCosts(CostTable.uniform(2, forward=3.0))
         >>> costs.table(Placement.v(2)).forward
         (1.5, 1.5, 1.5, 1.5)
         """
@@ -117,7 +111,7 @@ class StageCosts:
         return fmean(between_ranks) if between_ranks else 0.0
 
 
-Costs: TypeAlias = ShareCosts | StageCosts
+GivenCosts: TypeAlias = ShareCosts | TableCosts
 """Costs as they are given; `table(placement)` has those of each stage."""
 
 

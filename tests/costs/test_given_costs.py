@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.comparison import ShareCosts
+from penstock.costs.given_costs import ShareCosts
 from penstock.ir import Placement
 
 
