@@ -16,10 +16,9 @@ WITHOUT_TORCH = (
     "passes",
     "timeline",
     "sim",
-    "planner",
+    "solver",
     "partition",
     "draw",
-    "comparison",
     "studio",
 )
 WITH_TORCH = (

@@ -19,7 +19,7 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "planner"))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "solver"))
 from problems import random_problem
 from processes import environment
 from published_rows import read_rows, search_row

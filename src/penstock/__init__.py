@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from penstock import ir as ir
     from penstock import partition as partition
     from penstock import passes as passes
-    from penstock import planner as planner
     from penstock import schedules as schedules
     from penstock import sim as sim
+    from penstock import solver as solver
     from penstock.backward import ForwardPass as ForwardPass
     from penstock.backward import PendingWeights as PendingWeights
     from penstock.backward import SplitEngine as SplitEngine
@@ -65,8 +65,6 @@ if TYPE_CHECKING:
     from penstock.microbatch import TensorChunkSpec as TensorChunkSpec
     from penstock.microbatch import merge_chunks as merge_chunks
     from penstock.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
-    from penstock.planner import SearchResult as SearchResult
-    from penstock.planner import search as search
     from penstock.plans import Plan as Plan
     from penstock.plans import PlanRow as PlanRow
     from penstock.plans import plan as plan
@@ -74,6 +72,8 @@ if TYPE_CHECKING:
     from penstock.runtime import Pipeline as Pipeline
     from penstock.runtime import record as record
     from penstock.sim import simulate as simulate
+    from penstock.solver import SearchResult as SearchResult
+    from penstock.solver import search as search
     from penstock.stage import PipelineStage as PipelineStage
     from penstock.stage import build_stage as build_stage
     from penstock.timeline import Recording as Recording
@@ -124,7 +124,7 @@ _LAZY_NAMES = {
     "ScheduleZBH1": "penstock.compat",
     "ScheduleZBH2": "penstock.compat",
     "ScheduleZBVZeroBubble": "penstock.compat",
-    "SearchResult": "penstock.planner",
+    "SearchResult": "penstock.solver",
     "SplitEngine": "penstock.backward",
     "SplitPoint": "penstock.trace",
     "TensorChunkSpec": "penstock.microbatch",
@@ -140,12 +140,12 @@ _LAZY_NAMES = {
     "partition": "penstock",
     "passes": "penstock",
     "plan": "penstock.plans",
-    "planner": "penstock",
+    "solver": "penstock",
     "pipe_split": "penstock.trace",
     "pipeline": "penstock.trace",
     "record": "penstock.runtime",
     "schedules": "penstock",
-    "search": "penstock.planner",
+    "search": "penstock.solver",
     "sim": "penstock",
     "simulate": "penstock.sim",
     "split": "penstock.trace",

@@ -7,7 +7,7 @@ import pytest
 from command_line import run, run_process
 
 from penstock import CostTable, Placement, Recording, Schedule, schedules, search, simulate
-from penstock.planner import Problem, lower_bound
+from penstock.solver import Problem, lower_bound
 from penstock.timeline import RecordedStep
 
 

@@ -15,7 +15,7 @@ import penstock
 from auto_training import AutoRun, assert_trained_alike, train_auto
 from limits import HANG_S, PROCESS_S
 from penstock import CostTable, Pipeline, PipelineStage, Placement
-from penstock.planner import SearchResult, search
+from penstock.solver import SearchResult, search
 from stage_training import CPU, Group, rank_in
 from worker_pool import WorkerPool
 

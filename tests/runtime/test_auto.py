@@ -27,7 +27,7 @@ from penstock import (
     schedules,
 )
 from penstock.ir import Forward
-from penstock.planner import Problem
+from penstock.solver import Problem
 from skip_models import Skip, SkipStage
 from stage_training import assert_same_grads, make_stages
 from staged_models import named_grads

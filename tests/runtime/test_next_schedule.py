@@ -7,10 +7,9 @@ import pytest
 from penstock import CostTable, Placement, ScheduleError, schedules, simulate
 from penstock.ir import Backward, Forward
 from penstock.ir.action import compute_parts
-from penstock.planner import Problem
-from penstock.planner.one_at_a_time import one_at_a_time
 from penstock.runtime.next_schedule import Outlook, choose_next
-from penstock.runtime.safe import safe_schedule
+from penstock.solver import Problem
+from penstock.solver.safe_schedules import one_at_a_time, safe_schedule
 
 SHAPES = [
     Placement(ranks)

@@ -18,13 +18,14 @@ from penstock.cli.options import (
     StagesPerRank,
 )
 from penstock.cli.screen import print_json, print_table, sign_of_life
-from penstock.comparison import Comparison, Question
 from penstock.costs.amounts import to_caps
 from penstock.costs.given_costs import ShareCosts
 from penstock.costs.units import in_time
 from penstock.errors import OptionError
-from penstock.planner.placements import describe
 from penstock.schedules import REGISTRY
+from penstock.solver.comparison import Comparison
+from penstock.solver.placement_choices import describe
+from penstock.solver.question import Question
 
 
 def compare(

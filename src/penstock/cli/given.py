@@ -12,9 +12,9 @@ from penstock.costs.given_costs import GivenCosts, TableCosts
 from penstock.errors import OptionError, PipelineError, ScheduleError
 from penstock.ir import Schedule
 from penstock.passes import verify
-from penstock.planner.placements import describe
 from penstock.schedules import get
 from penstock.schedules.base import Generator
+from penstock.solver.placement_choices import describe
 from penstock.timeline import Recording
 from penstock.training.settings import check_size
 

@@ -2,9 +2,9 @@
 
 from penstock.cli.options import AsJson
 from penstock.cli.screen import print_json, print_table
-from penstock.planner.placements import describe
 from penstock.schedules import REGISTRY
 from penstock.schedules.base import Generator, Shape
+from penstock.solver.placement_choices import describe
 
 
 def list_schedules(as_json: AsJson = False) -> None:

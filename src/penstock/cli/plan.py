@@ -12,7 +12,7 @@ from penstock.cli.user_code import errors_in_one_line, load_function
 from penstock.costs.amounts import to_amount, to_counts
 from penstock.costs.units import TimeUnit, in_memory, in_time
 from penstock.errors import OptionError
-from penstock.planner.placements import describe
+from penstock.solver.placement_choices import describe
 
 if TYPE_CHECKING:  # torch is loaded when the command runs.
     from torch import nn

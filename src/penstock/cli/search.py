@@ -23,14 +23,15 @@ from penstock.cli.options import (
     Seconds,
 )
 from penstock.cli.screen import print_json, print_table, sign_of_life
-from penstock.comparison import Question, find_best
 from penstock.costs.amounts import to_caps
 from penstock.costs.given_costs import GivenCosts, ShareCosts
 from penstock.costs.units import TimeUnit, in_time
 from penstock.errors import OptionError
 from penstock.ir import Placement
-from penstock.planner import SearchResult
-from penstock.planner.placements import default_placements, describe
+from penstock.solver import SearchResult
+from penstock.solver.best_schedule import find_best
+from penstock.solver.placement_choices import default_placements, describe
+from penstock.solver.question import Question
 
 
 class PlacementName(StrEnum):

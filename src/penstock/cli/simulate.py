@@ -10,8 +10,8 @@ from penstock.cli.given import Given, ShapeOptions, choose_costs, describe_shape
 from penstock.cli.options import AsJson, CostsText, Delay, Microbatches, Names, Ranks, StagesPerRank
 from penstock.cli.screen import print_json, print_table
 from penstock.draw.panel import Panel
-from penstock.planner.placements import describe
 from penstock.sim import simulate as run
+from penstock.solver.placement_choices import describe
 from penstock.timeline import Report
 
 

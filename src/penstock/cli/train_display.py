@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.screen import console
-from penstock.planner.registered import registered
 from penstock.sim import simulate
+from penstock.solver.registered_schedules import registered
 from penstock.training.orders import AUTO, choose_orders
 from penstock.training.saved import step_folder
 from penstock.training.settings import TrainConfig

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.ir import Placement
-from penstock.planner import Problem, SearchResult, lower_bound, search
-from penstock.planner.placements import describe
 from penstock.plans.sources import Choice
+from penstock.solver import Problem, SearchResult, lower_bound, search
+from penstock.solver.placement_choices import describe
 
 LOGGER = logging.getLogger("penstock")
 _QUICK_EFFORT = 0.02

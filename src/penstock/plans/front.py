@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from penstock.costs import CostTable
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Placement
-from penstock.planner.placements import describe
-from penstock.planner.problem import in_full
 from penstock.plans.choose import Found, Limits, choose
 from penstock.plans.counts import choose_counts, larger_counts
 from penstock.plans.layers import LayerSource
@@ -18,6 +16,8 @@ from penstock.plans.reading import GivenLayers, LayersOfBatch, ModelLayers
 from penstock.plans.result import LeftOut, Plan, PlanRow
 from penstock.plans.sources import AbstractSource, Choice, Question, Refusal, TableSource
 from penstock.plans.values import to_amount, to_count, to_counts
+from penstock.solver.placement_choices import describe
+from penstock.solver.problem import in_full
 from penstock.trace import LayerCost
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from penstock.costs import CostTable
 from penstock.ir import Placement, Schedule
 from penstock.partition import Partition
-from penstock.planner import SearchResult
-from penstock.planner.placements import describe
-from penstock.planner.registered import registered
+from penstock.solver import SearchResult
+from penstock.solver.placement_choices import describe
+from penstock.solver.registered_schedules import registered
 from penstock.trace import SplitPoint
 
 

@@ -10,7 +10,7 @@ from penstock.errors import ScheduleError
 from penstock.ir import Placement
 from penstock.partition import Partition
 from penstock.passes.held_memory import ROUNDING
-from penstock.planner.placements import default_placements
+from penstock.solver.placement_choices import default_placements
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from penstock.runtime.meter import Meter
 from penstock.runtime.pilot import AbstractPilot
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.routes import Key, Routes
-from penstock.runtime.safe import safe_schedule
 from penstock.runtime.step import LossFn
+from penstock.solver.safe_schedules import safe_schedule
 from penstock.stage import PipelineStage, stand_in_for
 from penstock.trace.costs import kept_as_it_was
 

@@ -30,8 +30,8 @@ from penstock.runtime.meter import Meter
 from penstock.runtime.next_schedule import NextSchedule, choose_next
 from penstock.runtime.pilot import AbstractPilot
 from penstock.runtime.routes import Key, Routes
-from penstock.runtime.safe import safe_schedule
 from penstock.sim.simulator import duration
+from penstock.solver.safe_schedules import safe_schedule
 
 LOGGER = logging.getLogger("penstock")
 DEFAULT_SEARCH_S = 10.0

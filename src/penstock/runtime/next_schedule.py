@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from penstock.costs import CostTable
 from penstock.ir import Schedule
-from penstock.planner import search
-from penstock.runtime.safe import can_run
 from penstock.sim import simulate
+from penstock.solver import search
+from penstock.solver.safe_schedules import can_run
 
 
 @dataclass(frozen=True, slots=True)

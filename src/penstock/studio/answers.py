@@ -6,17 +6,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NotRequired, TypedDict
 
-from penstock.comparison import SEARCHED, Comparison, Question, Row, find_best
 from penstock.costs.units import in_memory, in_time
 from penstock.draw import Panel, save
 from penstock.draw.page import PageData, page_data
 from penstock.errors import InputError, ScheduleError
 from penstock.ir import Placement, Schedule
-from penstock.planner import SearchResult
-from penstock.planner.placements import default_placements, describe
-from penstock.planner.problem import nothing_fits
 from penstock.schedules import REGISTRY, get
 from penstock.sim import simulate
+from penstock.solver import SearchResult
+from penstock.solver.best_schedule import find_best
+from penstock.solver.comparison import SEARCHED, Comparison, Row
+from penstock.solver.placement_choices import default_placements, describe
+from penstock.solver.problem import nothing_fits
+from penstock.solver.question import Question
 from penstock.studio.inputs import Inputs
 from penstock.studio.python_text import python_text
 from penstock.timeline import Report

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar, cast, get_args
 
-from penstock.comparison import SEARCHED, Question
 from penstock.costs.amounts import LARGEST_AMOUNT, shortened, to_amount
 from penstock.costs.given_costs import ShareCosts
 from penstock.costs.units import MemoryUnit, TimeUnit
 from penstock.errors import InputError, OptionError
 from penstock.schedules import names
 from penstock.schedules.base import Clock
+from penstock.solver.comparison import SEARCHED
+from penstock.solver.question import Question
 
 T = TypeVar("T")
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from penstock.comparison import SEARCHED
 from penstock.costs import CostTable
 from penstock.ir import Schedule
+from penstock.solver.comparison import SEARCHED
 from penstock.studio.inputs import Inputs
 
 

@@ -12,7 +12,7 @@ from asyncio.subprocess import PIPE
 from threading import Thread
 
 from penstock.errors import InputError
-from penstock.planner import SearchResult
+from penstock.solver import SearchResult
 from penstock.studio.answers import search
 from penstock.studio.inputs import Inputs
 

@@ -1,0 +1,45 @@
+"""The best schedule for a question, whatever the number of stages."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.errors import ScheduleError
+from penstock.ir import Placement
+from penstock.solver import SearchResult, search
+from penstock.solver.question import Question
+
+
+def find_best(
+    question: Question, groups: Sequence[list[Placement]], *, seconds: float, effort: float
+) -> SearchResult:
+    """The best over groups of placements, each searched by itself; the bound is that of all.
+
+    The placements of a group have as many stages.
+    """
+    found: list[SearchResult] = []
+    failures: list[ScheduleError] = []
+    for placements in groups:
+        try:
+            found.append(
+                search(
+                    question.costs.table(placements[0]),
+                    question.num_ranks,
+                    question.num_microbatches,
+                    memory=question.memory,
+                    placements=placements,
+                    clock=question.clock,
+                    seconds=seconds / len(groups),
+                    effort=effort,
+                )
+            )
+        except ScheduleError as error:  # Nothing with these placements fits.
+            failures.append(error)
+    if not found:
+        raise failures[0]
+    return replace(
+        min(found, key=lambda one: one.time),
+        lower_bound=min(one.lower_bound for one in found),
+        tried=tuple(tried for one in found for tried in one.tried),
+        seconds=sum(one.seconds for one in found),
+        is_complete=all(one.is_complete for one in found),
+    )

@@ -1,0 +1,300 @@
+"""What no schedule can be faster than.
+
+Every bound here is about schedules whose microbatches are in order on each stage, in F, in I and in
+W; `solver.problem` shows that one of these is among the best. Time is by the problem's clock: a
+rank's end less its offset, of which the largest counts.
+
+An action is bounded from both sides: its *head* is a time before which it cannot start, its *tail*
+a time that must pass between its end and the end of all. So head + duration + tail bounds the time,
+for each action; and so do all actions of a rank together, which must run one after the other.
+"""
+
+import heapq
+from collections.abc import Sequence
+from math import ceil, floor, inf
+
+from penstock.passes.held_memory import ROUNDING
+from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
+
+
+def lower_bound(problem: Problem) -> float:
+    """A time that no schedule for `problem` can beat, by its clock.
+
+    [1] On each rank, all that it has to run lies between heads and tails: see `_one_rank`.
+    [2] Heads and tails follow from what an action waits for, from what its rank must have run
+        before it (or must still run after it), and from memory: see `_Heads` and `_Tails`.
+    """
+    work = _Work(problem)
+    heads, tails = _Heads(work), _Tails(work)
+    return max(_one_rank(work, rank, heads, tails) for rank in range(problem.num_ranks))
+
+
+class _Work:
+    """The least that actions take, and what memory says of their order.
+
+    A full backward may be quicker than its halves, and a pair that overlaps quicker than its two
+    parts. Let I take the lesser of I and B, and W what is then missing to the lesser of I + W and
+    B; and let F take what is left if it overlaps the longest backward of its rank. Replace such
+    actions by halves, and by F and then the backward, that take so long: none ends later than
+    before, so what others wait for comes no later. As to memory, all that is argued below is about
+    what is held when an F starts. No F starts between the halves, so it is the same there, and an
+    F counts before its pair's backward frees anything. So what bounds schedules without such
+    actions bounds all.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.num_microbatches = problem.num_microbatches
+        durations, saving = problem.durations, problem.costs.overlap_saving
+        stages = range(problem.num_stages)
+        self.ranks = problem.placement.ranks
+        longest = [
+            max(max(durations[4 * s + INPUT], durations[4 * s + FULL]) for s in held)
+            for held in problem.stages_of
+        ]
+        self.forward = [
+            time - saving * min(time, longest[self.ranks[s]])
+            for s, time in enumerate(durations[FORWARD::4])
+        ]
+        self.input = [min(durations[4 * s + INPUT], durations[4 * s + FULL]) for s in stages]
+        self.weight = [
+            min(durations[4 * s + INPUT] + durations[4 * s + WEIGHT], durations[4 * s + FULL])
+            - self.input[s]
+            for s in stages
+        ]
+
+    def most_ahead(self, stage: int, other: int) -> int:
+        """With this many microbatches ahead, F on `stage` must wait for I on `other`.
+
+        `other` is `stage` or a later one on its rank. While a microbatch is between the start of
+        its F and the end of its I on `other`, it holds what the F of `stage`, of the earlier and
+        of those up to `other` have left; and each that has begun F on `stage` since holds the part
+        up to `stage`. F of microbatch j + most_ahead is one too many: so it cannot come between
+        F and I of microbatch j on `other`. Nor can it come before that F, which then would be one
+        too many itself. So it comes after that I.
+        """
+        cap = self.problem.caps[self.ranks[stage]]
+        kept = self.kept_up_to(stage)
+        if cap == inf or kept == 0:
+            return self.num_microbatches
+        room = cap * ROUNDING - (self.kept_up_to(other) - kept)
+        # What is kept may be so little that the quotient is infinite.
+        return floor(min(self.num_microbatches, max(1.0, room / kept)))
+
+    def least_before(self, stage: int, mb: int) -> float:
+        """The least time of I and W on `stage` that must be over when its F of `mb` starts.
+
+        With a microbatches past I and b past W, the rank holds at least (mb + 1 - a) times what F
+        left and a - b times what I left. This is the least a * I + b * W of all that fit.
+        """
+        cap = self.problem.caps[self.ranks[stage]] * ROUNDING
+        if cap == inf:
+            return 0.0
+        kept, left = self.kept_up_to(stage), self.problem.costs.after_input[stage]
+        least = inf
+        for inputs in range(max(0, mb + 1 - self.most_ahead(stage, stage)), mb + 1):
+            room = cap - (mb + 1 - inputs) * kept
+            needed = inputs - room / left - 1e-9 if left > 0 else 0.0
+            weights = ceil(min(self.num_microbatches, max(0.0, needed)))
+            least = min(least, inputs * self.input[stage] + weights * self.weight[stage])
+            if weights == 0:
+                break  # More would only take longer.
+        return least
+
+    def kept_up_to(self, stage: int) -> float:
+        """What F on `stage` and on the earlier stages of its rank leave of a microbatch."""
+        return sum(self.problem.costs.after_forward[s] for s in (*self.earlier(stage), stage))
+
+    def earlier(self, stage: int) -> list[int]:
+        """The stages before `stage` on its rank."""
+        return [s for s in self.problem.stages_of[self.ranks[stage]] if s < stage]
+
+    def later(self, stage: int) -> list[int]:
+        """The stages after `stage` on its rank."""
+        return [s for s in self.problem.stages_of[self.ranks[stage]] if s > stage]
+
+
+class _Heads:
+    """Before which time no F and no I can start: `forward[stage][mb]`, `input[stage][mb]`.
+
+    Along microbatches, and down and up the stages, an action waits for
+    [1] the same action of the microbatch before;
+    [2] what comes from the stage before it on the way;
+    [3] for an F, the I that memory wants to be over;
+    [4] all that its rank must have run before, from when the rank can first start: the F of this
+        and of earlier microbatches on its stage and the earlier ones, and the I and W that memory
+        wants; or for an I, the F of all stages up to its microbatch, and the I up to it;
+    [5] for an F that must come after I of microbatch 0, here or on a later stage of its rank: what
+        the rank must have run in between. It is all of [4] but for the F that may have come before.
+    """
+
+    def __init__(self, work: _Work) -> None:
+        stages = range(work.problem.num_stages)
+        self._work = work
+        self._first = [0.0] * work.problem.num_stages
+        for stage in stages[1:]:
+            before = self._first[stage - 1] + work.forward[stage - 1]
+            self._first[stage] = before + work.problem.delays[stage - 1]
+        self.forward: list[list[float]] = [[] for _ in stages]
+        self.input: list[list[float]] = [[] for _ in stages]
+        self._ahead = [
+            [(other, work.most_ahead(stage, other)) for other in (stage, *work.later(stage))]
+            for stage in stages
+        ]
+        for mb in range(work.num_microbatches):
+            for stage in stages:
+                self.forward[stage].append(self._forward(stage, mb))
+            for stage in reversed(stages):
+                self.input[stage].append(self._input(stage, mb))
+
+    def _forward(self, stage: int, mb: int) -> float:
+        work, own = self._work, self._work.forward[stage]
+        earlier, later = work.earlier(stage), work.later(stage)
+        needed = work.least_before(stage, mb)
+        # How many microbatches must be past I on each later stage.
+        past = {other: max(0, mb + 1 - ahead) for other, ahead in self._ahead[stage]}
+        first = self._first[(earlier or [stage])[0]]
+        heads = [
+            first
+            + mb * own
+            + (mb + 1) * sum(work.forward[s] for s in earlier)
+            + needed
+            + sum(past[s] * (work.forward[s] + work.input[s]) for s in later)  # [4]
+        ]
+        if mb > 0:
+            heads.append(self.forward[stage][mb - 1] + own)  # [1]
+        if stage > 0:
+            sent = self.forward[stage - 1][mb] + work.forward[stage - 1]
+            heads.append(sent + work.problem.delays[stage - 1])  # [2]
+        for other, ahead in self._ahead[stage]:
+            if mb >= ahead:
+                heads.append(self.input[other][mb - ahead] + work.input[other])  # [3]
+                between = (mb - ahead) * own + needed
+                between += sum(past[s] * work.input[s] for s in later if s <= other)
+                heads.append(self.input[other][0] + between)  # [5]
+        return max(heads)
+
+    def _input(self, stage: int, mb: int) -> float:
+        work = self._work
+        on_rank = work.problem.stages_of[work.ranks[stage]]
+        heads = [
+            self._first[on_rank[0]]
+            + (mb + 1) * sum(work.forward[s] for s in on_rank)
+            + (mb + 1) * sum(work.input[s] for s in work.later(stage))
+            + mb * work.input[stage]  # [4]
+        ]
+        if mb > 0:
+            heads.append(self.input[stage][mb - 1] + work.input[stage])  # [1]
+        if stage == work.problem.num_stages - 1:
+            heads.append(self.forward[stage][mb] + work.forward[stage])
+        else:
+            sent = self.input[stage + 1][mb] + work.input[stage + 1]
+            heads.append(sent + work.problem.delays[stage])  # [2]
+        return max(heads)
+
+
+class _Tails:
+    """What must pass after an F or I, less the offset of the rank that ends last.
+
+    The mirror image of `_Heads`: an action is followed by
+    [1] the same action of the next microbatch;
+    [2] what it is sent on to;
+    [3] for an I, the F that memory lets start only after it;
+    [4] all that its rank must still run.
+    """
+
+    def __init__(self, work: _Work) -> None:
+        stages = range(work.problem.num_stages)
+        self._work = work
+        self._ahead = [
+            [(other, work.most_ahead(other, stage)) for other in (*work.earlier(stage), stage)]
+            for stage in stages
+        ]
+        self.forward = [[0.0] * work.num_microbatches for _ in stages]
+        self.input = [[0.0] * work.num_microbatches for _ in stages]
+        for mb in reversed(range(work.num_microbatches)):
+            for stage in stages:
+                self.input[stage][mb] = self._input(stage, mb)
+            for stage in reversed(stages):
+                self.forward[stage][mb] = self._forward(stage, mb)
+
+    def _forward(self, stage: int, mb: int) -> float:
+        work = self._work
+        left = work.num_microbatches - mb
+        rank = work.ranks[stage]
+        behind = (left - 1) * work.forward[stage] + left * (
+            sum(work.forward[s] for s in work.later(stage))
+            + sum(work.input[s] + work.weight[s] for s in work.problem.stages_of[rank])
+        )
+        tails = [behind - work.problem.offsets[rank]]  # [4]
+        if left > 1:
+            tails.append(work.forward[stage] + self.forward[stage][mb + 1])  # [1]
+        if stage == work.problem.num_stages - 1:
+            tails.append(work.input[stage] + self.input[stage][mb])
+        else:
+            after = work.forward[stage + 1] + self.forward[stage + 1][mb]
+            tails.append(work.problem.delays[stage] + after)  # [2]
+        return max(tails)
+
+    def _input(self, stage: int, mb: int) -> float:
+        work = self._work
+        left = work.num_microbatches - mb
+        rank = work.ranks[stage]
+        behind = (left - 1) * work.input[stage] + left * work.weight[stage]
+        behind += left * sum(work.input[s] + work.weight[s] for s in work.earlier(stage))
+        blocked = 0  # How many F on the stages so far must come after.
+        for other, ahead in self._ahead[stage]:
+            blocked = max(blocked, left - ahead)
+            behind += blocked * work.forward[other]
+        for other in work.later(stage):
+            behind += blocked * (work.forward[other] + work.input[other] + work.weight[other])
+        tails = [behind - work.problem.offsets[rank]]  # [4]
+        if left > 1:
+            tails.append(work.input[stage] + self.input[stage][mb + 1])  # [1]
+        if stage > 0:
+            after = work.input[stage - 1] + self.input[stage - 1][mb]
+            tails.append(work.problem.delays[stage - 1] + after)  # [2]
+        for other, ahead in self._ahead[stage]:
+            if left > ahead:
+                tails.append(work.forward[other] + self.forward[other][mb + ahead])  # [3]
+        return max(tails)
+
+
+def _one_rank(work: _Work, rank: int, heads: _Heads, tails: _Tails) -> float:
+    """The least time of a rank that may interrupt its actions, by their heads and tails.
+
+    To run, at any time, the action with the longest tail of those whose head has passed is best
+    (Jackson's rule). An order that may interrupt can do all that one can which may not, so no
+    schedule is faster. The W of a microbatch can start after its I; only the rank's end follows.
+    """
+    jobs: list[tuple[float, float, float]] = []
+    end = -work.problem.offsets[rank]
+    for stage in work.problem.stages_of[rank]:
+        for mb in range(work.num_microbatches):
+            forward_head, input_head = heads.forward[stage][mb], heads.input[stage][mb]
+            weight_head = input_head + work.input[stage]
+            jobs.append((forward_head, work.forward[stage], tails.forward[stage][mb]))
+            jobs.append((input_head, work.input[stage], tails.input[stage][mb]))
+            jobs.append((weight_head, work.weight[stage], end))
+    return _longest_tail_first(sorted(jobs))
+
+
+def _longest_tail_first(jobs: Sequence[tuple[float, float, float]]) -> float:
+    """When all tails are over if jobs (head, duration, tail), sorted, are run by Jackson's rule."""
+    waiting: list[tuple[float, float]] = []  # Tail, negative, and what is left of the duration.
+    now, latest, index = 0.0, -inf, 0
+    while index < len(jobs) or waiting:
+        if not waiting:
+            now = max(now, jobs[index][0])
+        while index < len(jobs) and jobs[index][0] <= now:
+            heapq.heappush(waiting, (-jobs[index][2], jobs[index][1]))
+            index += 1
+        tail, left = heapq.heappop(waiting)
+        until = jobs[index][0] if index < len(jobs) else inf
+        if now + left > until:
+            heapq.heappush(waiting, (tail, left - (until - now)))
+            now = until
+        else:
+            now += left
+            latest = max(latest, now - tail)
+    return latest

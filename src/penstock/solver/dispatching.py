@@ -1,0 +1,173 @@
+"""Makes orders by letting ranks choose what to do next, as time goes by.
+
+A rank that is free runs the first thing on its list that is ready: say an input backward, otherwise
+a forward if it may, otherwise a weight backward, unless something better is about to come. The
+rules by which it chooses are a `Policy`; which is best depends on the costs, so many are tried.
+
+Memory never gets stuck: a forward is only run if afterwards every rank could still finish its
+microbatches one after the other, from the oldest on.
+"""
+
+import heapq
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import inf
+
+from penstock.passes.held_memory import ROUNDING
+from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Code, Order, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """By which rules ranks choose."""
+
+    preference: tuple[tuple[Code, ...], ...]
+    """By rank: what it looks for, the most urgent first. With FULL in it, backwards are full."""
+    ahead: tuple[int, ...]
+    """By stage: how many microbatches may be between their forward and their input backward."""
+    patience: tuple[float, ...]
+    """By rank: the share of a weight backward by which it may delay what is more urgent.
+
+    With 0, a rank would rather wait than be late; with 1, it never waits.
+    """
+    keeps_room: bool = False
+    """Whether a forward leaves room for the same microbatch on all later stages of its rank."""
+
+
+def dispatch(problem: Problem, policy: Policy) -> list[Order]:
+    """The orders that come about if ranks choose by `policy`."""
+    return _Dispatch(problem, policy).run()
+
+
+class _Dispatch:
+    """The state of ranks while they choose."""
+
+    def __init__(self, problem: Problem, policy: Policy) -> None:
+        num_stages, num_ranks = problem.num_stages, problem.num_ranks
+        self.problem, self.policy = problem, policy
+        self.orders: list[Order] = [[] for _ in range(num_ranks)]
+        # By stage: when the activations and gradients arrive that are on their way or there,
+        self.activations: list[list[float]] = [[] for _ in range(num_stages)]
+        self.gradients: list[list[float]] = [[] for _ in range(num_stages)]
+        self.activations[0] = [0.0] * problem.num_microbatches
+        # and how many forwards, input backwards and weight backwards were run.
+        self.forwards, self.inputs = [0] * num_stages, [0] * num_stages
+        self.weights = [0] * num_stages
+        self.caps = [cap * ROUNDING for cap in problem.caps]
+        self.room = list(self.caps)
+        # By rank: what a microbatch holds when it has come to the first of its stages, the second …
+        kept = problem.costs.after_forward
+        self.kept_so_far = [
+            list(accumulate(kept[stage] for stage in stages)) for stages in problem.stages_of
+        ]
+
+    def run(self) -> list[Order]:
+        """Goes from one moment at which a rank is free to the next."""
+        durations, ranks = self.problem.durations, self.problem.placement.ranks
+        free = [(0.0, rank) for rank in range(self.problem.num_ranks)]
+        is_parked = [False] * self.problem.num_ranks
+        while free:
+            now, rank = heapq.heappop(free)
+            code, next_arrival = self._choose(now, rank)
+            if code is None:
+                if next_arrival < inf:
+                    heapq.heappush(free, (next_arrival, rank))
+                else:
+                    is_parked[rank] = True  # Until somebody sends it something.
+                continue
+            end = now + durations[code]
+            receiver = self._start(code, rank, end)
+            heapq.heappush(free, (end, rank))
+            if receiver is not None and is_parked[ranks[receiver]]:
+                is_parked[ranks[receiver]] = False
+                heapq.heappush(free, (now, ranks[receiver]))
+        return self.orders
+
+    def _choose(self, now: float, rank: int) -> tuple[int | None, float]:
+        """What `rank` runs now, or nothing; and when the next message comes that it knows of."""
+        next_arrival = inf
+        for code in self.policy.preference[rank]:
+            stage, kind = code >> 2, code & 3
+            if kind == WEIGHT:
+                if self.weights[stage] < self.inputs[stage]:
+                    duration = self.problem.durations[code]
+                    if now + duration - next_arrival <= self.policy.patience[rank] * duration:
+                        return code, now
+                continue
+            if kind == FORWARD:
+                index, arrivals = self.forwards[stage], self.activations[stage]
+                if (
+                    index >= len(arrivals)
+                    or index - self.inputs[stage] >= self.policy.ahead[stage]
+                    or not self._has_room(rank, stage)
+                ):
+                    continue
+            else:
+                index, arrivals = self.inputs[stage], self.gradients[stage]
+                if index >= len(arrivals):
+                    continue
+            arrival = arrivals[index]
+            if arrival <= now:
+                return self._full_if_no_room(code, rank), now
+            if arrival < next_arrival:
+                next_arrival = arrival
+        return None, next_arrival
+
+    def _full_if_no_room(self, code: Code, rank: int) -> Code:
+        """A full backward in place of an input backward that would leave more than it frees."""
+        stage, costs = code >> 2, self.problem.costs
+        if code & 3 == INPUT:
+            more = costs.after_input[stage] - costs.after_forward[stage]
+            if more > 0 and more > self.room[rank]:
+                return 4 * stage + FULL
+        return code
+
+    def _has_room(self, rank: int, stage: int) -> bool:
+        """Whether `rank` could run a forward of `stage` and still finish all that it has begun.
+
+        The oldest microbatches that have come to one of its stages wait for those ahead of them
+        only. When these are done and their weights too, the rank holds what that one and all
+        behind it have left; and then it needs room for the stages that it has before it.
+        """
+        stages, kept = self.problem.stages_of[rank], self.kept_so_far[rank]
+        needed = self.problem.costs.after_forward[stage]
+        if self.policy.keeps_room:
+            needed += kept[-1] - kept[stages.index(stage)]
+        if needed > self.room[rank]:
+            return False
+        held = 0.0
+        for index, (here, after) in enumerate(pairwise(stages)):
+            waiting = self.forwards[here] - self.forwards[after]
+            waiting += (here == stage) - (after == stage)
+            held += waiting * kept[index]
+            if waiting and held + kept[-1] - kept[index] > self.caps[rank]:
+                return False
+        return True
+
+    def _start(self, code: int, rank: int, end: float) -> int | None:
+        """Notes that an action was started; returns the stage that it makes something for."""
+        stage, kind = code >> 2, code & 3
+        costs, delays = self.problem.costs, self.problem.delays
+        self.orders[rank].append(code)
+        if kind == FORWARD:
+            self.forwards[stage] += 1
+            self.room[rank] -= costs.after_forward[stage]
+            if stage == self.problem.num_stages - 1:
+                self.gradients[stage].append(end)
+                return None
+            self.activations[stage + 1].append(end + delays[stage])
+            return stage + 1
+        if kind == WEIGHT:
+            self.weights[stage] += 1
+            self.room[rank] += costs.after_input[stage]
+            return None
+        self.inputs[stage] += 1
+        self.room[rank] += costs.after_forward[stage]
+        if kind == FULL:
+            self.weights[stage] += 1
+        else:
+            self.room[rank] -= costs.after_input[stage]
+        if stage == 0:
+            return None
+        self.gradients[stage - 1].append(end + delays[stage - 1])
+        return stage - 1

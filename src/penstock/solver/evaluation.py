@@ -1,0 +1,157 @@
+"""How long orders take: the simulator's answer, for orders in codes, in a fraction of its time."""
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple, TypeAlias
+
+from penstock.passes.held_memory import ROUNDING
+from penstock.solver.problem import FORWARD, INPUT, WEIGHT, Order, Problem
+
+_SHARE_OF_OTHERS = 0.02  # It leads along where the latest rank stays the same.
+
+# A position in the orders: rank and index.
+Place: TypeAlias = tuple[int, int]
+
+
+class Timing(NamedTuple):
+    """When ranks end, less their offsets; infinite if they wait for each other in a circle."""
+
+    lateness: list[float]
+    causes: list[list[Place | None]]
+    """What each action waited for: the action that sent it a message, or nothing but its rank."""
+
+    @property
+    def time(self) -> float:
+        """What the orders take, by the problem's clock."""
+        return max(self.lateness)
+
+    @property
+    def cost(self) -> float:
+        """What decides which of two is better to go on from: the other ranks count a little too."""
+        return max(self.lateness) + _SHARE_OF_OTHERS * sum(self.lateness)
+
+
+def evaluate(problem: Problem, orders: Sequence[Order]) -> Timing:
+    """Runs every action as early as its rank and its input allow.
+
+    Messages take `problem.delays`, and none waits for another on its channel.
+    """
+    num_ranks, num_stages = problem.num_ranks, problem.num_stages
+    durations, delays = problem.durations, problem.delays
+    last = num_stages - 1
+    # By stage, for each microbatch that came so far: when, and from which action.
+    activations: list[list[float]] = [[] for _ in range(num_stages)]
+    gradients: list[list[float]] = [[] for _ in range(num_stages)]
+    activations_from: list[list[Place | None]] = [[] for _ in range(num_stages)]
+    gradients_from: list[list[Place | None]] = [[] for _ in range(num_stages)]
+    activations[0] = [0.0] * problem.num_microbatches
+    activations_from[0] = [None] * problem.num_microbatches
+    forwards, backwards = [0] * num_stages, [0] * num_stages
+    causes: list[list[Place | None]] = [[] for _ in range(num_ranks)]
+    free = [0.0] * num_ranks
+    left = sum(map(len, orders))
+    sweep = range(num_ranks)
+    while left:
+        before = left
+        for rank in sweep:
+            order, cause, now = orders[rank], causes[rank], free[rank]
+            first = len(cause)
+            for position in range(first, len(order)):
+                code = order[position]
+                kind = code & 3
+                if kind == WEIGHT:
+                    cause.append(None)
+                    now += durations[code]
+                    continue
+                stage = code >> 2
+                if kind == FORWARD:
+                    index = forwards[stage]
+                    arrivals, sources = activations[stage], activations_from[stage]
+                else:
+                    index = backwards[stage]
+                    arrivals, sources = gradients[stage], gradients_from[stage]
+                if index >= len(arrivals):
+                    break
+                arrival = arrivals[index]
+                if arrival > now:
+                    now = arrival
+                    cause.append(sources[index])
+                else:
+                    cause.append(None)
+                now += durations[code]
+                if kind == FORWARD:
+                    forwards[stage] = index + 1
+                    if stage < last:
+                        activations[stage + 1].append(now + delays[stage])
+                        activations_from[stage + 1].append((rank, position))
+                    else:
+                        gradients[stage].append(now)
+                        gradients_from[stage].append((rank, position))
+                else:
+                    backwards[stage] = index + 1
+                    if stage:
+                        gradients[stage - 1].append(now + delays[stage - 1])
+                        gradients_from[stage - 1].append((rank, position))
+            free[rank] = now
+            left -= len(cause) - first
+        if left == before:
+            return Timing([inf] * num_ranks, causes)
+        sweep = sweep[::-1]  # Activations go one way, gradients the other.
+    return Timing([end - offset for end, offset in zip(free, problem.offsets, strict=True)], causes)
+
+
+def critical_blocks(timing: Timing) -> list[tuple[int, int, int]]:
+    """The actions that the time depends on: rank, first and last index, from the end back.
+
+    Each block runs without a gap, begins when a message comes and ends with the action that sends
+    the one which the block before it in the list waited for.
+    """
+    rank = max(range(len(timing.lateness)), key=timing.lateness.__getitem__)
+    last = len(timing.causes[rank]) - 1
+    blocks = []
+    while True:
+        causes, first = timing.causes[rank], last
+        while first > 0 and causes[first] is None:
+            first -= 1
+        blocks.append((rank, first, last))
+        cause = causes[first]
+        if cause is None:
+            return blocks
+        rank, last = cause
+
+
+def fits(problem: Problem, rank: int, order: Order) -> bool:
+    """Whether an order has every I behind its F and every W behind its I, within the rank's cap."""
+    peak = peak_memory(problem, order)
+    return peak < inf and peak <= problem.caps[rank] * ROUNDING
+
+
+def peak_memory(problem: Problem, order: Order) -> float:
+    """The most that a rank holds; infinite if an I comes before its F, or a W before its I."""
+    after_forward, after_input = problem.costs.after_forward, problem.costs.after_input
+    in_flight, pending = [0] * problem.num_stages, [0] * problem.num_stages
+    held = most = 0.0
+    for code in order:
+        stage, kind = code >> 2, code & 3
+        if kind == FORWARD:
+            in_flight[stage] += 1
+            held += after_forward[stage]
+            if held > most:
+                most = held
+            continue
+        if kind == WEIGHT:
+            pending[stage] -= 1
+            if pending[stage] < 0:
+                return inf
+            held -= after_input[stage]
+            continue
+        in_flight[stage] -= 1
+        if in_flight[stage] < 0:
+            return inf
+        held -= after_forward[stage]
+        if kind == INPUT:
+            pending[stage] += 1
+            held += after_input[stage]
+            if held > most:
+                most = held
+    return most

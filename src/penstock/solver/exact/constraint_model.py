@@ -1,0 +1,234 @@
+"""The problem as CP-SAT sees it: variables, constraints, hints, and a schedule out of a solution.
+
+On each stage forwards run in the order of the microbatches, and so do input backwards (a full
+backward counts as one) and weight backwards. Nothing is lost by it, because microbatches are alike.
+Take any schedule, and on each stage call the k-th forward that runs that of microbatch k, the k-th
+backward that of microbatch k, and the k-th weight backward that of the k-th backward that has one.
+Times and memory stay as they are, and nothing comes before what it waits for: when k actions of one
+kind have started, k of the kind that they wait for had ended, and the first k to do so are now the
+microbatches 0 to k - 1.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
+
+from ortools.sat.python import cp_model
+
+from penstock.ir import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    MicrobatchId,
+    Rank,
+    Schedule,
+    StageId,
+)
+from penstock.ir.action import URGENT_BACKWARD_TYPES, compute_parts
+from penstock.sim import simulate
+from penstock.solver.exact.ticks import RankMemory, TickProblem
+
+
+class _Cell(NamedTuple):
+    """The variables of one microbatch on one stage."""
+
+    forward_start: cp_model.IntVar
+    backward_start: cp_model.IntVar
+    backward_end: cp_model.IntVar
+    weight_start: cp_model.IntVar
+    is_fused: cp_model.IntVar
+
+
+class Model:
+    """Variables and constraints for `problem`; `time` is what is made small."""
+
+    def __init__(self, problem: TickProblem) -> None:
+        self.cp = cp_model.CpModel()
+        self._problem = problem
+        self._horizon = problem.horizon()
+        self._by_rank: list[list[cp_model.IntervalVar]] = [
+            [] for _ in range(problem.placement.num_ranks)
+        ]
+        self._cells = [
+            [self._make_cell(stage) for _ in range(problem.num_microbatches)]
+            for stage in range(problem.placement.num_stages)
+        ]
+        for intervals in self._by_rank:
+            self.cp.add_no_overlap(intervals)
+        self._keep_microbatches_in_order()
+        self._let_inputs_arrive()
+        for memory in problem.memory:
+            self._limit_memory(memory)
+        self.time = self.cp.new_int_var(0, self._horizon, "time")
+        self._bound_time()
+        self.cp.minimize(self.time)
+
+    def _time(self) -> cp_model.IntVar:
+        return self.cp.new_int_var(0, self._horizon, "")
+
+    def _make_cell(self, stage: StageId) -> _Cell:
+        cp, problem = self.cp, self._problem
+        is_fused = cp.new_bool_var("") if problem.may_fuse[stage] else cp.new_constant(0)
+        cell = _Cell(self._time(), self._time(), self._time(), self._time(), is_fused)
+        first, full = problem.backward_input[stage], problem.backward[stage]
+        size = first + (full - first) * is_fused
+        cp.add(cell.backward_start + size == cell.backward_end)
+        cp.add(cell.weight_start >= cell.backward_end)
+        weight = problem.backward_weight[stage]
+        self._by_rank[problem.placement.ranks[stage]] += [
+            cp.new_fixed_size_interval_var(cell.forward_start, problem.forward[stage], ""),
+            cp.new_interval_var(cell.backward_start, size, cell.backward_end, ""),
+            cp.new_optional_fixed_size_interval_var(cell.weight_start, weight, ~is_fused, ""),
+        ]
+        return cell
+
+    def _weight_end(self, stage: StageId, mb: MicrobatchId) -> cp_model.LinearExpr:
+        """Where there is no weight backward, one that takes no time, right after the full one."""
+        cell, weight = self._cells[stage][mb], self._problem.backward_weight[stage]
+        return cell.weight_start + weight - weight * cell.is_fused
+
+    def _keep_microbatches_in_order(self) -> None:
+        for stage, cells in enumerate(self._cells):
+            forward = self._problem.forward[stage]
+            for mb, (cell, after) in enumerate(pairwise(cells)):
+                self.cp.add(after.forward_start >= cell.forward_start + forward)
+                self.cp.add(after.backward_start >= cell.backward_end)
+                self.cp.add(after.weight_start >= self._weight_end(stage, mb))
+
+    def _let_inputs_arrive(self) -> None:
+        for cell in self._cells[-1]:
+            self.cp.add(cell.backward_start >= cell.forward_start + self._problem.forward[-1])
+        flows = list(self._flows())
+        for flow in flows:
+            for send, need in zip(flow.sends, flow.needs, strict=True):
+                self.cp.add(need >= send + flow.delay)
+        for slow in flows:
+            for quick in flows:
+                if slow.channel == quick.channel and slow.delay > quick.delay:
+                    self._forbid_overtaking(slow, quick)
+
+    def _flows(self) -> Iterator["_Flow"]:
+        problem = self._problem
+        for edge, (a, b) in enumerate(pairwise(problem.placement.ranks)):
+            here, there = self._cells[edge], self._cells[edge + 1]
+            yield _Flow(
+                channel=(a, b),
+                delay=problem.delay[edge],
+                sends=[cell.forward_start + problem.forward[edge] for cell in here],
+                needs=[cell.forward_start for cell in there],
+            )
+            yield _Flow(
+                channel=(b, a),
+                delay=problem.delay[edge],
+                sends=[cell.backward_end for cell in there],
+                needs=[cell.backward_start for cell in here],
+            )
+
+    def _forbid_overtaking(self, slow: "_Flow", quick: "_Flow") -> None:
+        """What is sent after a message with a longer delay arrives no earlier than that one."""
+        for early in slow.sends:
+            for late, need in zip(quick.sends, quick.needs, strict=True):
+                is_behind = self.cp.new_bool_var("")
+                self.cp.add(late > early).only_enforce_if(is_behind)
+                self.cp.add(need >= early + slow.delay).only_enforce_if(is_behind)
+                self.cp.add(late < early).only_enforce_if(~is_behind)
+
+    def _limit_memory(self, memory: RankMemory) -> None:
+        """An activation from the start of F to the end of I or B, what W needs from there on.
+
+        Intervals have no end point: what ends at a time is gone for what starts then.
+        """
+        cp, intervals, demands = self.cp, [], []
+        for stage in memory.after_forward:
+            weight = self._problem.backward_weight[stage]
+            for cell in self._cells[stage]:
+                intervals += [
+                    cp.new_interval_var(cell.forward_start, self._time(), cell.backward_end, ""),
+                    cp.new_optional_interval_var(
+                        cell.backward_end,
+                        self._time(),
+                        cell.weight_start + weight,
+                        ~cell.is_fused,
+                        "",
+                    ),
+                ]
+                demands += [memory.after_forward[stage], memory.after_input[stage]]
+        cp.add_cumulative(intervals, demands, memory.cap)
+
+    def _bound_time(self) -> None:
+        """The time is that of the last end, and at least a rank's work and what comes before it."""
+        problem, heads = self._problem, self._problem.heads()
+        for rank, offset in enumerate(problem.offsets):
+            stages = problem.placement.stages_of(rank)
+            work: list[cp_model.LinearExprT] = [heads[stages[0]]]
+            for stage in stages:
+                halves = problem.backward_input[stage] + problem.backward_weight[stage]
+                saving = halves - problem.backward[stage]
+                for cell in self._cells[stage]:
+                    work.append(problem.forward[stage] + halves - saving * cell.is_fused)
+                self.cp.add(self.time + offset >= self._weight_end(stage, -1))
+            self.cp.add(self.time + offset >= sum(work))
+            self.cp.add(self._cells[stages[0]][0].forward_start >= heads[stages[0]])
+
+    def hint(self, schedule: Schedule) -> None:
+        """Lets the search begin with `schedule`, which has no communication and no overlaps."""
+        problem = self._problem
+        timed = sorted(
+            simulate(self._split_what_must_be(schedule), problem.as_costs()).actions(),
+            key=lambda entry: entry.start,
+        )
+        for stage, cells in enumerate(self._cells):
+            own = [entry for entry in timed if compute_parts(entry.action)[0].stage == stage]
+            forwards = [entry for entry in own if isinstance(entry.action, Forward)]
+            backwards = [entry for entry in own if isinstance(entry.action, URGENT_BACKWARD_TYPES)]
+            weights = [entry.start for entry in own if isinstance(entry.action, BackwardWeight)]
+            weight_end = 0.0
+            for cell, forward, backward in zip(cells, forwards, backwards, strict=True):
+                is_fused = isinstance(backward.action, Backward)
+                weight = max(backward.end, weight_end) if is_fused else weights.pop(0)
+                weight_end = weight + (0 if is_fused else problem.backward_weight[stage])
+                values = (forward.start, backward.start, backward.end, weight, is_fused)
+                variables = cell if problem.may_fuse[stage] else cell[:-1]  # Not a constant.
+                for variable, value in zip(variables, values, strict=False):
+                    self.cp.add_hint(variable, int(value))
+
+    def _split_what_must_be(self, schedule: Schedule) -> Schedule:
+        """The schedule with the halves of each full backward that the problem does not offer."""
+        orders: list[list[Action]] = []
+        for order in schedule.orders:
+            orders.append([])
+            for action in order:
+                match action:
+                    case Backward(stage, mb) if not self._problem.may_fuse[stage]:
+                        orders[-1] += [BackwardInput(stage, mb), BackwardWeight(stage, mb)]
+                    case _:
+                        orders[-1].append(action)
+        return Schedule(orders, schedule.placement, schedule.num_microbatches)
+
+    def read(self, value: Callable[[cp_model.IntVar], int]) -> Schedule:
+        """The schedule of a solution, in which `value` gives what a variable is."""
+        problem = self._problem
+        timed: list[list[tuple[int, Action]]] = [[] for _ in problem.offsets]
+        for stage, cells in enumerate(self._cells):
+            order = timed[problem.placement.ranks[stage]]
+            for mb, cell in enumerate(cells):
+                is_fused = value(cell.is_fused)
+                kind = Backward if is_fused else BackwardInput
+                order.append((value(cell.forward_start), Forward(stage, mb)))
+                order.append((value(cell.backward_start), kind(stage, mb)))
+                if not is_fused:
+                    order.append((value(cell.weight_start), BackwardWeight(stage, mb)))
+        orders = [[action for _, action in sorted(order, key=itemgetter(0))] for order in timed]
+        return Schedule(orders, problem.placement, problem.num_microbatches)
+
+
+class _Flow(NamedTuple):
+    """The activations or gradients that pass between two stages, one for each microbatch."""
+
+    channel: tuple[Rank, Rank]
+    delay: int
+    sends: list[cp_model.LinearExprT]
+    needs: list[cp_model.IntVar]

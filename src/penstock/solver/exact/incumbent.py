@@ -1,0 +1,66 @@
+"""What the exact solver has so far."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from penstock.ir import Schedule
+from penstock.sim import simulate
+from penstock.solver.problem import Problem
+from penstock.timeline import Report
+
+
+class ExactProgress(NamedTuple):
+    """How far the solver has come: times in the unit of the costs, and its own in seconds."""
+
+    best: float
+    lower_bound: float
+    seconds: float
+
+
+class Incumbent:
+    """The best schedule so far and the best bound; `progress` hears of both as they improve."""
+
+    def __init__(
+        self,
+        first: Report,
+        problem: Problem,
+        progress: Callable[[ExactProgress], None] | None,
+    ) -> None:
+        self.report = first
+        self.lower_bound = 0.0
+        self._problem = problem
+        self._progress = progress
+        self._began = time.monotonic()
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.report.timeline.schedule
+
+    @property
+    def time(self) -> float:
+        """The time of the best schedule, by the clock that counts."""
+        return self._problem.time_of(self.report)
+
+    @property
+    def seconds(self) -> float:
+        """Since the search began."""
+        return time.monotonic() - self._began
+
+    def offer(self, schedule: Schedule) -> None:
+        """Takes a schedule if it is better and keeps to the caps."""
+        report = simulate(schedule, self._problem.costs)
+        is_better = self._problem.time_of(report) < self.time
+        if is_better and self._problem.find_excess(report) is None:
+            self.report = report
+            self._tell()
+
+    def raise_bound(self, bound: float) -> None:
+        """Takes a bound if it is better."""
+        if bound > self.lower_bound:
+            self.lower_bound = bound
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress(ExactProgress(self.time, self.lower_bound, self.seconds))

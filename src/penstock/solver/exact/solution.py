@@ -1,0 +1,149 @@
+"""The best schedule there is, with a proof, for small problems.
+
+CP-SAT of OR-tools chooses the orders. A few ranks with up to six microbatches take seconds. Beyond
+that it can still improve a schedule, and bound what any other could reach.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from numbers import Real
+
+from penstock.costs import CostTable
+from penstock.errors import CostError, ScheduleError
+from penstock.ir import Forward, Placement, Schedule
+from penstock.ir.action import compute_parts
+from penstock.schedules.base import Clock
+from penstock.sim import simulate
+from penstock.solver.exact.incumbent import ExactProgress, Incumbent
+from penstock.solver.exact.ticks import TickProblem, to_ticks
+from penstock.solver.problem import Problem, nothing_fits
+from penstock.solver.safe_schedules import one_at_a_time
+from penstock.timeline import Report
+
+_CLOSE = 1 + 1e-6  # A time this close to the lower bound is called optimal.
+
+
+@dataclass(frozen=True, slots=True)
+class ExactResult:
+    """What the solver found and what it proved."""
+
+    schedule: Schedule
+    """Without communication."""
+    report: Report
+    lower_bound: float
+    """No schedule takes less, by the clock that was asked for; in the unit of the costs."""
+    is_optimal: bool
+    """Whether the schedule takes no more than the lower bound, but for a millionth of it."""
+    seconds: float
+    """How long the search took."""
+
+
+def print_progress(progress: ExactProgress) -> None:
+    """Writes a line to stderr; for the `progress` of `solve`."""
+    bound = progress.lower_bound
+    gap = progress.best / bound - 1 if bound > 0 else inf
+    print(
+        f"{progress.seconds:6.1f} s  best {progress.best:.6g}  "
+        f"lower bound {bound:.6g}  gap {gap:.2%}",
+        file=sys.stderr,
+    )
+
+
+def solve(
+    costs: CostTable,
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    memory: float | Sequence[float] | None = None,
+    clock: Clock = "makespan",
+    seconds: float = 60.0,
+    hint: Schedule | None = None,
+    progress: Callable[[ExactProgress], None] | None = None,
+) -> ExactResult:
+    """The schedule that takes the least time by `clock`, or the best one found in `seconds`.
+
+    Needs `pip install 'penstock[exact]'`. Each backward is in one piece or in halves, whichever is
+    better; nothing is overlapped. No rank holds more than `memory`: one number for all ranks, or
+    one for each. The search begins with `hint`, and calls `progress` when it finds a better
+    schedule or bound; `print_progress` shows them. It uses one core, and gives the same result each
+    time unless `seconds` run out.
+
+    Times without a common unit are rounded down to a ten-millionth of the longest for the bound,
+    memory to a millionth of the largest. Schedules are timed and checked by the exact numbers.
+
+    >>> costs = CostTable.uniform(2, backward_weight=0.5)
+    >>> result = solve(costs, Placement.linear(2), 2)
+    >>> result.report.makespan, result.lower_bound, result.is_optimal
+    (6.5, 6.5, True)
+    """
+    _check(costs, placement, seconds)
+    problem = Problem.of(costs, placement, num_microbatches, memory=memory, clock=clock)
+    if problem.find_shortage() is not None:
+        raise nothing_fits([problem])
+    start = one_at_a_time(placement, num_microbatches)
+    if hint is not None:
+        start = _plain(hint, placement, num_microbatches)
+    search = _import_search()
+    incumbent = Incumbent(_fit(start, problem), problem, progress)
+    search(to_ticks(problem), incumbent, seconds)
+    return ExactResult(
+        schedule=incumbent.schedule,
+        report=incumbent.report,
+        lower_bound=min(incumbent.lower_bound, incumbent.time),  # They may differ by rounding.
+        is_optimal=incumbent.time <= incumbent.lower_bound * _CLOSE,
+        seconds=incumbent.seconds,
+    )
+
+
+def _import_search() -> Callable[[TickProblem, Incumbent, float], None]:
+    try:
+        from penstock.solver.exact.constraint_search import search
+    except ImportError as exc:
+        raise ScheduleError(
+            f"The exact solver needs OR-tools, which cannot be imported: {exc}. "
+            "Install it: pip install 'penstock[exact]', or '.[exact]' in the folder of Penstock."
+        ) from exc
+    return search
+
+
+def _check(costs: CostTable, placement: Placement, seconds: float) -> None:
+    if not isinstance(seconds, Real) or not seconds > 0:
+        raise ScheduleError(f"seconds is {seconds!r}. Expected a positive number.")
+    if not isinstance(costs, CostTable) or not isinstance(placement, Placement):
+        return  # A problem cannot be made of these, and says so.
+    ends = placement.ranks[:-1], placement.ranks[1:]
+    for edge, (time, a, b) in enumerate(zip(costs.transfer, *ends, strict=False)):
+        if time > 0 and a != b:
+            raise CostError(
+                f"message_bytes / bandwidth of edge {edge} is {time:g}. The exact solver knows no "
+                "messages that wait for each other: put the time into delay, with message_bytes 0."
+            )
+
+
+def _plain(hint: Schedule, placement: Placement, num_microbatches: int) -> Schedule:
+    """The hint without communication and overlaps."""
+    if not isinstance(hint, Schedule):
+        raise ScheduleError(f"hint is {hint!r}. Expected a Schedule.")
+    if (hint.placement, hint.num_microbatches) != (placement, num_microbatches):
+        raise ScheduleError(
+            f"hint is of {hint.num_microbatches} microbatches and {hint.placement}. "
+            f"Expected {num_microbatches} and {placement}: the same as in the other arguments."
+        )
+    orders = [[part for action in order for part in compute_parts(action)] for order in hint.orders]
+    if all(isinstance(action, Forward) for order in orders for action in order):
+        raise ScheduleError("hint has no backwards. Expected a schedule for training.")
+    return Schedule(orders, placement, num_microbatches)
+
+
+def _fit(schedule: Schedule, problem: Problem) -> Report:
+    """The report of a schedule that keeps to the caps."""
+    report = simulate(schedule, problem.costs)
+    rank = problem.find_excess(report)
+    if rank is not None:
+        raise ScheduleError(
+            f"hint holds {report.ranks[rank].peak_memory:g} on rank {rank}, but memory is "
+            f"{problem.caps[rank]:g} there. Expected a schedule that fits: give another, or none."
+        )
+    return report

@@ -1,0 +1,139 @@
+"""A scheduling problem in whole numbers, and how its times relate to the real ones.
+
+Every time is a number of ticks. Where the times have a common unit nothing is lost. Where they
+have none, they are rounded down, so that no order takes longer in ticks than in truth: a lower
+bound in ticks is one in truth.
+
+Actions that take no time at all would leave the order of a rank open, and with it the memory.
+With z of them, a tick becomes z + 1 ticks and each of them takes one. An order then takes at most z
+ticks longer than it should, which is less than one of the former ticks: dividing takes it away.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, floor
+
+from penstock.costs import CostTable
+from penstock.ir import Placement, Rank
+from penstock.solver.exact.whole_units import to_units
+from penstock.solver.problem import Problem
+
+_MOST_TICKS = 10**7  # The longest time, if times are rounded.
+_MOST_MEMORY = 10**6  # The most that a microbatch holds of a stage, if memory is rounded.
+_MOST_AREA = 2**61  # The solver multiplies memory by time, in 64 bits.
+_ROUNDING = 1e-9  # Share by which sums of the same numbers may differ.
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What one microbatch holds of each stage of a rank, and what the rank can hold."""
+
+    rank: Rank
+    cap: int
+    after_forward: dict[int, int]
+    after_input: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TickProblem:
+    """What is to be scheduled, in ticks."""
+
+    placement: Placement
+    num_microbatches: int
+    forward: tuple[int, ...]
+    backward_input: tuple[int, ...]
+    backward_weight: tuple[int, ...]
+    backward: tuple[int, ...]
+    delay: tuple[int, ...]
+    may_fuse: tuple[bool, ...]
+    """Whether a full backward of the stage can be better than its halves."""
+    offsets: tuple[int, ...]
+    """When the clock of each rank starts; rounded up, so that a time by it is rounded down."""
+    memory: tuple[RankMemory, ...]
+    """Of the ranks whose cap matters."""
+    tick: float
+    ticks_per_unit: int
+    num_instant: int
+
+    def to_lower_bound(self, ticks: float) -> float:
+        """The real time that every order takes if none takes fewer `ticks`."""
+        # Bounds of the solver are whole numbers, which it hands out as floats.
+        least = ceil(ticks - 1e-6) - self.num_instant
+        return max(0, ceil(least / self.ticks_per_unit)) * self.tick
+
+    def heads(self) -> list[int]:
+        """When the first forward of each stage can start."""
+        starts = [0]
+        for stage, time in enumerate(self.forward[:-1]):
+            starts.append(starts[-1] + time + self.delay[stage])
+        return starts
+
+    def horizon(self) -> int:
+        """A time within which everything fits, one action after another."""
+        halves = map(sum, zip(self.backward_input, self.backward_weight, strict=True))
+        longest = map(max, self.backward, halves)
+        return self.num_microbatches * (sum(self.forward) + sum(longest) + 2 * sum(self.delay))
+
+    def as_costs(self) -> CostTable:
+        """The times in ticks, for the simulator; its sums of whole numbers are exact."""
+        return CostTable(
+            forward=self.forward,
+            backward_input=self.backward_input,
+            backward_weight=self.backward_weight,
+            backward=self.backward,
+            delay=self.delay,
+        )
+
+
+def to_ticks(problem: Problem) -> TickProblem:
+    """The problem in ticks; memory that has no common unit is rounded down too."""
+    costs, placement, num_microbatches = problem.costs, problem.placement, problem.num_microbatches
+    delay = problem.delays
+    num_stages = placement.num_stages
+    tables = (costs.forward, costs.backward_input, costs.backward_weight, costs.backward)
+    tick, ticks = to_units([time for table in (*tables, delay) for time in table], _MOST_TICKS)
+    computes = ticks[: 4 * num_stages]
+    num_instant = computes.count(0) * num_microbatches
+    scale = num_instant + 1
+    scaled = [time * scale or 1 for time in computes]
+    forward, first, second, full = (
+        tuple(scaled[n * num_stages : (n + 1) * num_stages]) for n in range(4)
+    )
+    in_ticks = TickProblem(
+        placement=placement,
+        num_microbatches=num_microbatches,
+        forward=forward,
+        backward_input=first,
+        backward_weight=second,
+        backward=full,
+        delay=tuple(time * scale for time in ticks[4 * num_stages :]),
+        may_fuse=tuple(
+            full[stage] < first[stage] + second[stage]
+            or costs.after_input[stage] > costs.after_forward[stage]
+            for stage in range(num_stages)
+        ),
+        offsets=tuple(ceil(offset / tick * (1 - _ROUNDING)) * scale for offset in problem.offsets),
+        memory=(),
+        tick=tick,
+        ticks_per_unit=scale,
+        num_instant=num_instant,
+    )
+    return replace(in_ticks, memory=tuple(_memory(in_ticks, costs, problem.caps)))
+
+
+def _memory(problem: TickProblem, costs: CostTable, caps: Sequence[float]) -> Iterator[RankMemory]:
+    """What limits the ranks whose cap is less than all microbatches can hold together."""
+    for rank, cap in enumerate(caps):
+        stages = problem.placement.stages_of(rank)
+        held = [*(costs.after_forward[s] for s in stages), *(costs.after_input[s] for s in stages)]
+        num_held = problem.num_microbatches * len(held)
+        if cap >= sum(held) * problem.num_microbatches:
+            continue
+        most = min(_MOST_MEMORY, _MOST_AREA // (problem.horizon() * num_held))
+        unit, counts = to_units(held, max(1, most))
+        yield RankMemory(
+            rank=rank,
+            cap=floor(cap * (1 + _ROUNDING) / unit),
+            after_forward=dict(zip(stages, counts, strict=False)),
+            after_input=dict(zip(stages, counts[len(stages) :], strict=True)),
+        )

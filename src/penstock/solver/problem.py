@@ -1,0 +1,232 @@
+"""A question to the solver, in plain numbers; and orders, as plain numbers too.
+
+Microbatches are alike, so it does not matter which of them an action works on. Give the first
+forward on a stage to microbatch 0, the second to 1, and the same for its I and its W: the first n
+microbatches that a stage was given are then those that the stage before finished first, so nothing
+waits longer than it did; and memory depends on counts alone. So some best schedule has the
+microbatches in order on every stage, in F, in I and in W, and only such are looked for here.
+
+An order needs no microbatches then: it is a list of codes, 4 * stage + kind.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from typing import Final, TypeAlias, get_args
+
+from penstock.costs import CostTable
+from penstock.errors import CostError, ScheduleError
+from penstock.ir import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Placement,
+    Schedule,
+)
+from penstock.ir.action import compute_parts
+from penstock.passes.held_memory import ROUNDING, cap_of_each_rank
+from penstock.schedules.base import Clock
+from penstock.timeline import Report
+
+FORWARD, INPUT, WEIGHT, FULL = range(4)
+KINDS: Final = (Forward, BackwardInput, BackwardWeight, Backward)
+_KIND_OF: Final = {kind: number for number, kind in enumerate(KINDS)}
+
+Code: TypeAlias = int
+Order: TypeAlias = list[Code]
+"""What a rank runs, as codes; F, I, W and B of a stage each in the order of the microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Stages on ranks, what they cost, how many microbatches, how much memory."""
+
+    costs: CostTable
+    placement: Placement
+    num_microbatches: int
+    caps: tuple[float, ...]
+    """What each rank may hold; infinite if it may hold all."""
+    clock: Clock
+    stages_of: tuple[tuple[int, ...], ...]
+    durations: tuple[float, ...]
+    """By code."""
+    delays: tuple[float, ...]
+    """What a message on each edge takes at least; nothing between stages of one rank."""
+    offsets: tuple[float, ...]
+    """What is taken off a rank's end: when it can first start by the clock span, 0 by makespan.
+
+    The largest end less offset is what both clocks measure: a rank's first action is the forward
+    of microbatch 0, which comes as early as can be.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        costs: CostTable,
+        placement: Placement,
+        num_microbatches: int,
+        *,
+        memory: float | Iterable[float] | None = None,
+        clock: Clock = "makespan",
+    ) -> "Problem":
+        """Checks the question and takes it apart."""
+        _check(costs, placement, num_microbatches, clock)
+        num_ranks = placement.num_ranks
+        caps = cap_of_each_rank("memory", inf if memory is None else memory, num_ranks)
+        ranks = placement.ranks
+        delays = tuple(
+            0.0 if ranks[edge] == ranks[edge + 1] else delay + transfer
+            for edge, (delay, transfer) in enumerate(zip(costs.delay, costs.transfer, strict=True))
+        )
+        steps = (f + d for f, d in zip(costs.forward, (*delays, 0.0), strict=True))
+        starts = (0.0, *accumulate(steps))
+        stages_of = tuple(placement.stages_of(rank) for rank in range(num_ranks))
+        rows = (costs.forward, costs.backward_input, costs.backward_weight, costs.backward)
+        return cls(
+            costs=costs,
+            placement=placement,
+            num_microbatches=num_microbatches,
+            caps=caps,
+            clock=clock,
+            stages_of=stages_of,
+            durations=tuple(time for stage in zip(*rows, strict=True) for time in stage),
+            delays=delays,
+            offsets=tuple(starts[stages[0]] if clock == "span" else 0.0 for stages in stages_of),
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.caps)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement.ranks)
+
+    @property
+    def smallest_caps(self) -> tuple[float, ...]:
+        """The least that each rank must be allowed to hold.
+
+        A microbatch holds what all forwards of a rank left when its backward begins; and to run
+        one microbatch after the other, with full backwards, takes no more.
+        """
+        kept = self.costs.after_forward
+        return tuple(float(sum(kept[stage] for stage in stages)) for stages in self.stages_of)
+
+    def find_shortage(self) -> int | None:
+        """The first rank on which nothing fits, if there is one."""
+        pairs = zip(self.smallest_caps, self.caps, strict=True)
+        short = (rank for rank, (least, cap) in enumerate(pairs) if least > cap * ROUNDING)
+        return next(short, None)
+
+    def find_excess(self, report: Report) -> int | None:
+        """The first rank that holds more than it may in a simulated schedule, if there is one."""
+        pairs = zip(report.ranks, self.caps, strict=True)
+        over = (n for n, (rank, cap) in enumerate(pairs) if rank.peak_memory > cap * ROUNDING)
+        return next(over, None)
+
+    def time_of(self, report: Report) -> float:
+        """What a simulated schedule takes, by the clock."""
+        return report.makespan if self.clock == "makespan" else report.span
+
+    def fuses(self, stage: int) -> bool:
+        """Whether a full backward of `stage` can be better than its halves: quicker, or leaner."""
+        times, code = self.durations, 4 * stage
+        halves = times[code + INPUT] + times[code + WEIGHT]
+        is_quicker = times[code + FULL] < halves * (1 - 1e-12)
+        return is_quicker or self.costs.after_input[stage] > self.costs.after_forward[stage]
+
+    @property
+    def has_queues(self) -> bool:
+        """Whether messages may wait for each other, which only the simulator knows."""
+        is_linear = self.num_stages == self.num_ranks
+        return any(self.costs.transfer) or (not is_linear and len(set(self.costs.delay)) > 1)
+
+    def schedule(self, orders: Sequence[Order]) -> Schedule:
+        """The orders as a schedule."""
+        return Schedule(map(self._actions, orders), self.placement, self.num_microbatches)
+
+    def _actions(self, order: Order) -> Iterator[Action]:
+        forwards, backwards = [0] * self.num_stages, [0] * self.num_stages
+        pending: list[deque[int]] = [deque() for _ in range(self.num_stages)]
+        for code in order:
+            stage, kind = code >> 2, code & 3
+            if kind == FORWARD:
+                mb = forwards[stage]
+                forwards[stage] += 1
+            elif kind == WEIGHT:
+                mb = pending[stage].popleft()
+            else:
+                mb = backwards[stage]
+                backwards[stage] += 1
+                if kind == INPUT:
+                    pending[stage].append(mb)
+            yield KINDS[kind](stage, mb)
+
+
+def codes(schedule: Schedule) -> list[Order]:
+    """The orders of a schedule as codes; the halves of an overlap come one after the other."""
+    return [
+        [
+            4 * part.stage + _KIND_OF[type(part)]
+            for action in order
+            for part in compute_parts(action)
+        ]
+        for order in schedule.orders
+    ]
+
+
+def nothing_fits(problems: Sequence[Problem]) -> ScheduleError:
+    """The error for caps that are too small: it names the least that would do for any of these."""
+    problem = min(problems, key=lambda problem: max(problem.smallest_caps))
+    rank = problem.find_shortage()
+    assert rank is not None
+    cap, needed = in_full(problem.caps[rank]), in_full(problem.smallest_caps[rank])
+    return ScheduleError(
+        f"Nothing fits: rank {rank} may hold {cap}, but one microbatch on its stages "
+        f"{list(problem.stages_of[rank])} holds {needed} when its backward begins. The smallest "
+        f"memory that fits is {in_full(max(problem.smallest_caps))} on each rank: allow that, use "
+        "smaller microbatches, or cut the model into more stages."
+    )
+
+
+def in_full(value: float) -> str:
+    """All digits, so that who takes it at its word has enough."""
+    return f"{value:.0f}" if value.is_integer() else repr(value)
+
+
+def check_costs(costs: CostTable) -> None:
+    if not isinstance(costs, CostTable):
+        raise CostError(f"costs is {costs!r}. Expected a penstock.CostTable.")
+
+
+def _check(costs: CostTable, placement: Placement, num_microbatches: int, clock: Clock) -> None:
+    check_costs(costs)
+    if not isinstance(placement, Placement):
+        raise ScheduleError(
+            f"placement is {placement!r}. Expected a Placement, such as Placement.v(2)."
+        )
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ScheduleError(
+            f"num_microbatches is {num_microbatches!r}. Expected a whole number, at least 1."
+        )
+    if placement.num_stages != costs.num_stages:
+        raise CostError(
+            f"The costs are of {costs.num_stages} stages, but the placement has "
+            f"{placement.num_stages}. Give costs for each stage."
+        )
+    if clock not in get_args(Clock):
+        raise ScheduleError(f"clock is {clock!r}. Expected 'makespan' or 'span'.")
+    # Otherwise a rank could be made to start late, and its offset would not be known.
+    num_ranks = placement.num_ranks
+    first_stages = [placement.stages_of(rank)[0] for rank in range(num_ranks)]
+    if clock == "span" and max(first_stages) >= num_ranks:
+        raise ScheduleError(
+            f"clock is 'span', but rank {first_stages.index(max(first_stages))} has its first "
+            f"stage, {max(first_stages)}, behind another rank's second. Expected a placement in "
+            f"which every rank has one of the first {num_ranks} stages, as in a line, a loop or a "
+            "V; or use 'makespan'."
+        )

@@ -1,0 +1,39 @@
+"""What schedules are compared for."""
+
+from dataclasses import dataclass
+
+from penstock.costs.given_costs import GivenCosts
+from penstock.costs.units import in_memory
+from penstock.ir import Placement
+from penstock.schedules.base import Clock
+from penstock.solver import Problem
+from penstock.timeline import Report
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The numbers that all schedules of a comparison share."""
+
+    costs: GivenCosts
+    num_ranks: int
+    num_microbatches: int
+    memory: float | tuple[float, ...] | None
+    clock: Clock
+
+    def problem(self, placement: Placement) -> Problem:
+        """What is asked of schedules with this placement."""
+        return Problem.of(
+            self.costs.table(placement),
+            placement,
+            self.num_microbatches,
+            memory=self.memory,
+            clock=self.clock,
+        )
+
+    def describe_excess(self, problem: Problem, report: Report) -> str:
+        """What a simulated schedule needs more than there is; empty if it fits."""
+        over = problem.find_excess(report)
+        if over is None:
+            return ""
+        needed = in_memory(report.ranks[over].peak_memory, self.costs.memory_unit)
+        return f"needs {needed} on rank {over}"

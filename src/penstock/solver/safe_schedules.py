@@ -1,0 +1,76 @@
+"""Schedules for any placement that hold little memory, to run before costs are known."""
+
+from collections.abc import Iterator, Sequence
+
+from penstock.costs import CostTable
+from penstock.errors import ScheduleError
+from penstock.ir import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Placement,
+    Schedule,
+)
+from penstock.ir.action import compute_parts
+from penstock.sim import simulate
+from penstock.solver.registered_schedules import registered
+
+
+def safe_schedule(placement: Placement, num_microbatches: int) -> Schedule:
+    """The registered schedule for this placement that holds least, with full backwards.
+
+    Where no algorithm is for the placement, one microbatch is under way at a time.
+    """
+    found = [
+        whole
+        for _, schedule in registered(placement, num_microbatches)
+        if can_run(whole := _with_full_backwards(schedule))
+    ]
+    if not found:
+        return one_at_a_time(placement, num_microbatches)
+
+    def cost(schedule: Schedule) -> tuple[float, float]:
+        report = simulate(schedule)
+        return round(report.peak_memory, 9), report.makespan
+
+    return min(found, key=cost)
+
+
+def _with_full_backwards(schedule: Schedule) -> Schedule:
+    """B where the schedule has I, and nothing where it has W; overlaps are taken apart."""
+
+    def whole(order: tuple[Action, ...]) -> Iterator[Action]:
+        for action in order:
+            for part in compute_parts(action):
+                if isinstance(part, BackwardInput):
+                    yield Backward(part.stage, part.mb)
+                elif not isinstance(part, BackwardWeight):
+                    yield part
+
+    orders = map(whole, schedule.orders)
+    return Schedule(orders, schedule.placement, schedule.num_microbatches)
+
+
+def can_run(
+    schedule: Schedule, costs: CostTable | None = None, memory: Sequence[float] | None = None
+) -> bool:
+    """Whether a schedule verifies, within the memory of each rank if that is given."""
+    try:
+        schedule.verify(costs=costs, memory_cap=memory)
+    except ScheduleError:
+        return False
+    return True
+
+
+def one_at_a_time(placement: Placement, num_microbatches: int) -> Schedule:
+    """Every microbatch goes there and back before the next begins: no schedule holds less."""
+    stages = range(placement.num_stages)
+    orders: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
+    for mb in range(num_microbatches):
+        for stage in stages:
+            orders[placement.ranks[stage]].append(Forward(stage, mb))
+        for stage in reversed(stages):
+            orders[placement.ranks[stage]].append(Backward(stage, mb))
+    return Schedule(orders, placement, num_microbatches)

@@ -1,0 +1,321 @@
+"""Finds the schedule for given costs and memory."""
+
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, inf
+from numbers import Real
+
+from penstock.costs import CostTable
+from penstock.errors import ScheduleError
+from penstock.ir import Placement, Schedule
+from penstock.passes.held_memory import ROUNDING
+from penstock.schedules.base import Clock
+from penstock.sim import simulate
+from penstock.solver.annealing import anneal
+from penstock.solver.bounds import lower_bound
+from penstock.solver.dispatch_policies import grid, vary
+from penstock.solver.dispatching import Policy, dispatch
+from penstock.solver.evaluation import evaluate, peak_memory
+from penstock.solver.placement_choices import check_placements, default_placements, describe
+from penstock.solver.problem import (
+    FULL,
+    INPUT,
+    WEIGHT,
+    Order,
+    Problem,
+    check_costs,
+    codes,
+    nothing_fits,
+)
+from penstock.solver.registered_schedules import registered
+from penstock.solver.safe_schedules import one_at_a_time
+from penstock.solver.search_result import SearchResult, Tried
+from penstock.timeline import Report
+
+_FAR_BEHIND = 1.05  # A placement that takes so much longer than another is not looked into further.
+_NUM_STARTS = 4  # From how many of the best orders moves begin, and how warm it is then: in times
+_HEATS, _LAST_HEATS = (0.2, 0.8, 2.4), (0.3, 0.1, 0.1)  # of a mean action, and for the last walks.
+_LAST_LENGTH = 3  # How many times as long the last walks are.
+# How much is tried with an effort of 1, the less the more actions there are:
+_GRID, _FEWEST_IN_GRID = 3e5, 72  # policies that all ranks share,
+_POLICIES, _FEWEST_POLICIES, _MOST_POLICIES = 2e5, 100, 2_000  # policies near the best of them,
+_MOVES, _FEWEST_MOVES, _MOST_MOVES = 1.7e8, 30, 12_000  # and moves of each walk.
+
+
+def search(
+    costs: CostTable,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    memory: float | Iterable[float] | None = None,
+    placements: Iterable[Placement] | None = None,
+    clock: Clock = "makespan",
+    seconds: float = 60.0,
+    effort: float = 1.0,
+) -> SearchResult:
+    """The best schedule that can be found for `costs`, and its distance to a proven bound.
+
+    `memory` is what a rank may hold, in the unit of `costs`: one number, or one for each rank.
+    `placements` are those to choose from. If they are not given, the number of stages decides: one
+    stage per rank is linear, with more both a loop and a V are tried. `clock` says which time
+    counts.
+
+    No registered schedule with one of these placements that fits in `memory` is faster. The same
+    question gets the same answer, unless it takes more than `seconds`: then the best so far counts.
+    More `effort` tries more.
+
+    >>> costs = CostTable(
+    ...     forward=[2, 2, 2, 3], backward_input=[2, 2, 2, 3], backward_weight=[1, 1, 1, 2]
+    ... )
+    >>> search(costs, num_ranks=4, num_microbatches=8, memory=4)
+    SearchResult(makespan=70, lower_bound=70, gap=0.00%, peak_memory=4)
+    """
+    _check_positive("seconds", seconds)
+    _check_positive("effort", effort)
+    check_costs(costs)
+    if placements is None:
+        placements = default_placements(costs.num_stages, num_ranks)
+    problems = [
+        Problem.of(costs, placement, num_microbatches, memory=memory, clock=clock)
+        for placement in check_placements(placements, num_ranks)
+    ]
+    feasible = [problem for problem in problems if problem.find_shortage() is None]
+    if not feasible:
+        raise nothing_fits(problems)
+    return _Search(feasible, seconds=seconds, effort=effort).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Orders that fit, and what they take."""
+
+    problem: Problem
+    orders: list[Order]
+    time: float
+    cost: float
+    """See `Timing`."""
+
+
+class _Search:
+    """One search: what it has found so far, and when it must stop."""
+
+    def __init__(self, problems: Sequence[Problem], *, seconds: float, effort: float) -> None:
+        self._problems = problems
+        self._effort = effort
+        self._start = time.monotonic()
+        self._deadline = self._start + seconds
+        self._bounds = {problem.placement: lower_bound(problem) for problem in problems}
+        self._tried: list[Tried] = []
+        self._registered: list[tuple[Schedule, Report]] = []
+        self._best: list[_Candidate] = []
+        self._is_complete = True
+
+    def run(self) -> SearchResult:
+        """[1] Registered schedules [2] policies [3] others, near to the best of them [4] moves."""
+        for problem in self._problems:
+            self._try_registered(problem)
+        policies = [(problem, self._try_policies(problem)) for problem in self._problems]
+        best = min((candidate.time for candidate in self._best), default=inf)
+        for problem, policy in policies:
+            # A placement that is far behind now will not be ahead in the end.
+            if policy is not None and self._best_of(problem) <= best * _FAR_BEHIND:
+                self._try_nearby(problem, policy)
+        self._try_moves()
+        return self._result()
+
+    def _try_registered(self, problem: Problem) -> None:
+        shape = problem.placement, problem.num_microbatches
+        least = "one at a time", one_at_a_time(*shape)
+        for name, schedule in (*registered(*shape), least):
+            report = simulate(schedule, problem.costs)
+            fits = problem.find_excess(report) is None
+            where = describe(problem.placement)
+            took = problem.time_of(report)
+            self._tried.append(Tried(name, where, took, report.peak_memory, fits, 1))
+            if fits:
+                self._registered.append((schedule, report))
+                split = self._rate(problem, _split_where_quicker(problem, codes(schedule)))
+                self._best.append(split)
+                if split.time < took:
+                    self._note(f"{name}, backwards split", split, 1)
+
+    def _try_policies(self, problem: Problem) -> Policy | None:
+        """The best policy of the grid; the best orders for each preference are kept."""
+        best: dict[object, tuple[_Candidate, Policy]] = {}
+        count = 0
+        num_actions = 3 * problem.num_stages * problem.num_microbatches
+        policies = list(grid(problem))
+        most = self._amount(_GRID / num_actions, _FEWEST_IN_GRID, len(policies))
+        for policy in policies[:: -(-len(policies) // most)]:
+            if self._is_over(problem) and (best or self._is_proven(problem)):
+                break  # Out of time, one is tried all the same.
+            count += 1
+            found = self._rate(problem, dispatch(problem, policy))
+            kind = policy.preference, policy.keeps_room
+            is_proven = found.time <= self._goal(problem)
+            if is_proven or kind not in best or found.cost < best[kind][0].cost:
+                best[kind] = found, policy
+            if is_proven:
+                break
+        if not best:
+            return None
+        self._best += [found for found, _ in best.values()]  # Few, and different from each other.
+        self._note("policies", min((found for found, _ in best.values()), key=_time), count)
+        return min(best.values(), key=lambda pair: pair[0].cost)[1]
+
+    def _try_nearby(self, problem: Problem, policy: Policy) -> None:
+        """Goes from policy to policy, at first also to worse ones."""
+        generator = random.Random(0)
+        current = best = self._rate(problem, dispatch(problem, policy))
+        num_actions = sum(map(len, current.orders))
+        limit = self._amount(_POLICIES / num_actions, _FEWEST_POLICIES, _MOST_POLICIES)
+        warmth = _mean_duration(problem) * _LAST_HEATS[-1]
+        count = 0
+        for number in range(limit):
+            if self._is_over(problem):
+                break
+            changed = vary(generator, problem, policy)
+            if changed == policy:
+                continue
+            count += 1
+            candidate = self._rate(problem, dispatch(problem, changed))
+            worse = candidate.cost - current.cost
+            if worse <= 0 or generator.random() < exp(-worse / (warmth * (1 - number / limit))):
+                policy, current = changed, candidate
+            if candidate.time < best.time:
+                best = candidate
+        self._best.append(best)
+        if count:
+            self._note("policies by rank", best, count)
+
+    def _try_moves(self) -> None:
+        """Walks from the best few, and at last from the best of all."""
+        starts: list[_Candidate] = []
+        for candidate in sorted(self._best, key=lambda candidate: candidate.cost):
+            if len(starts) < _NUM_STARTS and all(candidate.orders != c.orders for c in starts):
+                starts.append(candidate)
+        walks: list[tuple[_Candidate | None, float, float]] = [
+            *((start, heat, 1.0) for heat in _HEATS for start in starts),
+            *((None, heat, _LAST_LENGTH) for heat in _LAST_HEATS),
+        ]
+        count = 0
+        for seed, (chosen, heat, length) in enumerate(walks):
+            start = chosen or min(self._best, key=_time)
+            if not self._is_over(start.problem):
+                count += self._walk(start, heat, length, seed)
+        if count:
+            self._note("moves", min(self._best, key=_time), count)
+
+    def _walk(self, start: _Candidate, heat: float, length: float, seed: int) -> int:
+        """Keeps where a walk led; returns how many orders it tried."""
+        problem = start.problem
+        # The fewer actions, the longer: the best is then within reach.
+        usual = _MOVES / sum(map(len, start.orders)) ** 2
+        walk = anneal(
+            problem,
+            start.orders,
+            num_moves=round(length * self._amount(usual, _FEWEST_MOVES, _MOST_MOVES)),
+            heat=heat * _mean_duration(problem),
+            seed=seed,
+            goal=-inf if problem.has_queues else self._goal(problem),
+            deadline=self._deadline,
+        )
+        self._best.append(self._rate(problem, walk.orders))
+        self._is_complete &= walk.is_complete
+        return walk.num_evaluated
+
+    def _amount(self, usual: float, fewest: int, most: int) -> int:
+        """How many to try: `usual` within its limits, times the effort."""
+        return max(1, round(self._effort * min(max(usual, fewest), most)))
+
+    def _note(self, name: str, candidate: _Candidate, count: int) -> None:
+        problem = candidate.problem
+        peak = max(peak_memory(problem, order) for order in candidate.orders)
+        where = describe(problem.placement)
+        self._tried.append(Tried(name, where, candidate.time, peak, True, count))
+
+    def _rate(self, problem: Problem, orders: list[Order]) -> _Candidate:
+        timing = evaluate(problem, orders)
+        took = timing.time
+        if problem.has_queues and took <= self._goal(problem):
+            # It would end the search, so it must be true.
+            took = problem.time_of(simulate(problem.schedule(orders), problem.costs))
+        return _Candidate(problem, orders, took, timing.cost)
+
+    def _goal(self, problem: Problem) -> float:
+        """What proves itself to be the best."""
+        return self._bounds[problem.placement] * ROUNDING
+
+    def _is_over(self, problem: Problem) -> bool:
+        """Whether what was found for this placement cannot be improved, or time is up."""
+        if self._is_proven(problem):
+            return True
+        if time.monotonic() > self._deadline:
+            self._is_complete = False
+            return True
+        return False
+
+    def _is_proven(self, problem: Problem) -> bool:
+        return self._best_of(problem) <= self._goal(problem)
+
+    def _best_of(self, problem: Problem) -> float:
+        return min((found.time for found in self._best if found.problem is problem), default=inf)
+
+    def _result(self) -> SearchResult:
+        """The best by the simulator, which knows of messages that wait for each other."""
+        problem = self._problems[0]  # Its clock is that of all.
+        finalists = list(self._registered)
+        for candidate in sorted(self._best, key=_time)[:_NUM_STARTS]:
+            schedule = candidate.problem.schedule(candidate.orders)
+            report = simulate(schedule, candidate.problem.costs)
+            assert candidate.problem.find_excess(report) is None
+            finalists.append((schedule, report))
+        bound = min(self._bounds.values())
+
+        def rate(finalist: tuple[Schedule, Report]) -> tuple[float, float]:
+            """The faster, and of those that are as fast the one that holds less."""
+            _, report = finalist
+            took = problem.time_of(report)
+            return (round(took / bound, 9) if bound > 0 else took), report.peak_memory
+
+        schedule, report = min(finalists, key=rate)
+        return SearchResult(
+            schedule=schedule,
+            report=report,
+            clock=problem.clock,
+            lower_bound=bound,
+            tried=tuple(self._tried),
+            seconds=time.monotonic() - self._start,
+            is_complete=self._is_complete,
+        )
+
+
+def _time(candidate: _Candidate) -> float:
+    return candidate.time
+
+
+def _mean_duration(problem: Problem) -> float:
+    """Above 0, also where actions take no time and only messages do."""
+    times = (*problem.durations, *problem.delays)
+    return sum(times) / len(times) or 1.0
+
+
+def _split_where_quicker(problem: Problem, orders: list[Order]) -> list[Order]:
+    """Full backwards cut in two on the stages where the halves take no longer."""
+
+    def rewrite(order: Order) -> Iterator[int]:
+        for code in order:
+            if code & 3 == FULL and not problem.fuses(code >> 2):
+                yield code - FULL + INPUT
+                yield code - FULL + WEIGHT
+            else:
+                yield code
+
+    return [list(rewrite(order)) for order in orders]
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not isinstance(value, Real) or not 0 < value < inf:
+        raise ScheduleError(f"{name} is {value!r}. Expected a finite number above 0.")
