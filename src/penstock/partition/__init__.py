@@ -1,7 +1,7 @@
 """Where to cut a model into stages."""
 
-from penstock.partition.balance import balance
-from penstock.partition.cut import Partition
-from penstock.partition.memory import MemoryLimit
+from penstock.partition.balancing import balance
+from penstock.partition.layer_ranges import Partition
+from penstock.partition.memory_limit import MemoryLimit
 
 __all__ = ["MemoryLimit", "Partition", "balance"]

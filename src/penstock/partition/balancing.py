@@ -5,12 +5,12 @@ from fractions import Fraction
 
 from penstock.errors import PartitionError
 from penstock.ir.placement import Placement
-from penstock.partition.cut import Partition
+from penstock.partition.checked_floats import to_float, to_floats
+from penstock.partition.layer_ranges import Partition
 from penstock.partition.load import Limit, Load
-from penstock.partition.memory import MemoryLimit
-from penstock.partition.paired import cut_loop, cut_v
-from penstock.partition.single import least_maximum, most_even
-from penstock.partition.values import to_float, to_floats
+from penstock.partition.memory_limit import MemoryLimit
+from penstock.partition.paired_stages import cut_loop, cut_v
+from penstock.partition.single_stages import least_maximum, most_even
 
 
 def balance(

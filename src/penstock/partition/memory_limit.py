@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from penstock.errors import CostError
-from penstock.partition.values import to_float, to_floats
+from penstock.partition.checked_floats import to_float, to_floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
