@@ -30,7 +30,7 @@ WITH_TORCH = (
     "stage",
     "runtime",
     "compat",
-    "trace",
+    "cutting",
     "profile",
     "plans",
     "training",

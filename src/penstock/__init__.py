@@ -59,6 +59,15 @@ if TYPE_CHECKING:
     from penstock.compat import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
     from penstock.compat import get_schedule_class as get_schedule_class
     from penstock.costs import CostTable as CostTable
+    from penstock.cutting import Balanced as Balanced
+    from penstock.cutting import LayerCost as LayerCost
+    from penstock.cutting import Pipe as Pipe
+    from penstock.cutting import SplitPoint as SplitPoint
+    from penstock.cutting import count_layers as count_layers
+    from penstock.cutting import measure_layers as measure_layers
+    from penstock.cutting import pipe_split as pipe_split
+    from penstock.cutting import pipeline as pipeline
+    from penstock.cutting import split as split
     from penstock.ir import Placement as Placement
     from penstock.ir import Schedule as Schedule
     from penstock.microbatch import Replicate as Replicate
@@ -78,15 +87,6 @@ if TYPE_CHECKING:
     from penstock.stage import build_stage as build_stage
     from penstock.timeline import Recording as Recording
     from penstock.timeline import Report as Report
-    from penstock.trace import Balanced as Balanced
-    from penstock.trace import LayerCost as LayerCost
-    from penstock.trace import Pipe as Pipe
-    from penstock.trace import SplitPoint as SplitPoint
-    from penstock.trace import count_layers as count_layers
-    from penstock.trace import measure_layers as measure_layers
-    from penstock.trace import pipe_split as pipe_split
-    from penstock.trace import pipeline as pipeline
-    from penstock.trace import split as split
 
 __version__ = "0.1.0"
 """The version, as `penstock --version` tells it."""
@@ -94,13 +94,13 @@ __version__ = "0.1.0"
 # Each name that loads when it is used, and the module that has it.
 # The imports above repeat it for type checkers; a test compares the two.
 _LAZY_NAMES = {
-    "Balanced": "penstock.trace",
+    "Balanced": "penstock.cutting",
     "CostTable": "penstock.costs",
     "ForwardPass": "penstock.backward",
-    "LayerCost": "penstock.trace",
+    "LayerCost": "penstock.cutting",
     "LocalGroup": "penstock.comm",
     "PendingWeights": "penstock.backward",
-    "Pipe": "penstock.trace",
+    "Pipe": "penstock.cutting",
     "Pipeline": "penstock.runtime",
     "PipelineScheduleMulti": "penstock.compat",
     "PipelineScheduleSingle": "penstock.compat",
@@ -126,29 +126,29 @@ _LAZY_NAMES = {
     "ScheduleZBVZeroBubble": "penstock.compat",
     "SearchResult": "penstock.solver",
     "SplitEngine": "penstock.backward",
-    "SplitPoint": "penstock.trace",
+    "SplitPoint": "penstock.cutting",
     "TensorChunkSpec": "penstock.microbatch",
     "build_stage": "penstock.stage",
-    "count_layers": "penstock.trace",
+    "count_layers": "penstock.cutting",
     "draw": "penstock",
     "get_schedule_class": "penstock.compat",
     "ir": "penstock",
     "local_ranks": "penstock.comm",
     "measure_costs": "penstock.profile",
-    "measure_layers": "penstock.trace",
+    "measure_layers": "penstock.cutting",
     "merge_chunks": "penstock.microbatch",
     "partition": "penstock",
     "passes": "penstock",
     "plan": "penstock.plans",
     "solver": "penstock",
-    "pipe_split": "penstock.trace",
-    "pipeline": "penstock.trace",
+    "pipe_split": "penstock.cutting",
+    "pipeline": "penstock.cutting",
     "record": "penstock.runtime",
     "schedules": "penstock",
     "search": "penstock.solver",
     "sim": "penstock",
     "simulate": "penstock.sim",
-    "split": "penstock.trace",
+    "split": "penstock.cutting",
     "split_args_kwargs_into_chunks": "penstock.microbatch",
     "stage_backward": "penstock.backward",
     "stage_backward_input": "penstock.backward",

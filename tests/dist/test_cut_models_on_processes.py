@@ -1,6 +1,6 @@
 """Models cut into stages train as the whole model does, over gloo: each process cuts by itself.
 
-`tests/trace/test_cut_models.py` has more of it within one process.
+`tests/cutting/test_cut_models.py` has more of it within one process.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Models of transformers and torch train in a traced pipeline over gloo: a process for each rank.
 
-Every rank traces the model for itself. `tests/trace/test_real_models.py` has the same within one
+Every rank traces the model for itself. `tests/cutting/test_real_models.py` has the same within one
 process.
 """
 

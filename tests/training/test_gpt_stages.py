@@ -4,8 +4,8 @@ from small_runs import MODEL, PLAIN, TEXT, losses
 from torch import Tensor
 
 from penstock.comm import LocalGroup, local_ranks
+from penstock.cutting.cut_model import Pipe
 from penstock.ir import Placement
-from penstock.trace.pipe import Pipe
 from penstock.training.batches import Batches
 from penstock.training.gpt import Gpt, build_stages, cut, initialise, loss_of
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.costs import CostTable
+from penstock.cutting import LayerCost
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Placement
 from penstock.plans.choose import Found, Limits, choose
@@ -18,7 +19,6 @@ from penstock.plans.sources import AbstractSource, Choice, Question, Refusal, Ta
 from penstock.plans.values import to_amount, to_count, to_counts
 from penstock.solver.placement_choices import describe
 from penstock.solver.problem import in_full
-from penstock.trace import LayerCost
 
 
 def plan(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from penstock.costs import CostTable
+from penstock.cutting import LayerCost
 from penstock.errors import PartitionError
 from penstock.ir import Placement
 from penstock.partition import MemoryLimit, Partition, balance
@@ -28,7 +29,6 @@ from penstock.plans.sources import (
     placements,
     sum_by_rank,
 )
-from penstock.trace import LayerCost
 
 _SLACK = 0.05  # That of `penstock.Balanced`.
 

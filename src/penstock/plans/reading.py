@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.cutting import LayerCost, count_layers, measure_layers
 from penstock.errors import CostError
 from penstock.microbatch import split_args_kwargs_into_chunks
 from penstock.plans.values import to_amount
-from penstock.trace import LayerCost, count_layers, measure_layers
 
 LOGGER = logging.getLogger("penstock")
 

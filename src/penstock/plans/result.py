@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.costs import CostTable
+from penstock.cutting import SplitPoint
 from penstock.ir import Placement, Schedule
 from penstock.partition import Partition
 from penstock.solver import SearchResult
 from penstock.solver.placement_choices import describe
 from penstock.solver.registered_schedules import registered
-from penstock.trace import SplitPoint
 
 
 @dataclass(frozen=True, slots=True, repr=False)

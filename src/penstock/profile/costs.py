@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.comm import AbstractComm
 from penstock.costs import CostTable
+from penstock.cutting.layer_costs import kept_as_it_was
 from penstock.errors import CostError
 from penstock.ir import Placement, Schedule
 from penstock.runtime import Pipeline
@@ -23,7 +24,6 @@ from penstock.runtime.routes import Key, Routes
 from penstock.runtime.step import LossFn
 from penstock.solver.safe_schedules import safe_schedule
 from penstock.stage import PipelineStage, stand_in_for
-from penstock.trace.costs import kept_as_it_was
 
 
 def measure_costs(

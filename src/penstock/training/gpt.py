@@ -9,11 +9,11 @@ import math
 import torch
 from torch import Tensor, nn
 
+from penstock.cutting.cut_model import Pipe
+from penstock.cutting.cut_policies import Balanced
+from penstock.cutting.untraced_cut import split
 from penstock.ir import Placement, Rank
 from penstock.stage import Group, PipelineStage
-from penstock.trace.modules import split
-from penstock.trace.pipe import Pipe
-from penstock.trace.policies import Balanced
 from penstock.training.batches import generator_for
 from penstock.training.settings import VOCABULARY, GptConfig
 

@@ -5,11 +5,11 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import fx
 
+from penstock.cutting.graph_layers import find_layers, mark_layers
+from penstock.cutting.layer_costs import LayerCost, count_graph
 from penstock.errors import CostError
 from penstock.ir import Placement
 from penstock.partition import MemoryLimit, balance
-from penstock.trace.costs import LayerCost, count_graph
-from penstock.trace.layers import find_layers, mark_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from penstock.cutting.model_names import install
 from penstock.errors import StageError
 from penstock.ir import StageId
 from penstock.stage import Group, PipelineStage, as_arguments, shares_of
-from penstock.trace.names import install
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import nn
 
+from penstock.cutting.chain import Chain
+from penstock.cutting.cut_model import Pipe
+from penstock.cutting.cut_policies import Balanced
+from penstock.cutting.layer_costs import count_chain
 from penstock.errors import PartitionError
-from penstock.trace.chain import Chain
-from penstock.trace.costs import count_chain
-from penstock.trace.pipe import Pipe
-from penstock.trace.policies import Balanced
 
 
 def split(

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import fx, nn
 
+from penstock.cutting.assembling import assemble
+from penstock.cutting.cut_model import Pipe
+from penstock.cutting.marks import SplitPoint, remove_marks, unify_marks
+from penstock.cutting.tracing import trace
 from penstock.errors import PartitionError
-from penstock.trace.assemble import assemble
-from penstock.trace.marks import SplitPoint, remove_marks, unify_marks
-from penstock.trace.pipe import Pipe
-from penstock.trace.tracing import trace
 
 
 def pipeline(

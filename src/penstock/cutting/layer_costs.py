@@ -19,15 +19,15 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from penstock.cutting.assembling import assemble
+from penstock.cutting.chain import Chain
+from penstock.cutting.graph_layers import Layer, find_layers, mark_layers
+from penstock.cutting.marks import remove_marks
+from penstock.cutting.own_backwards import ONE_AT_A_TIME
+from penstock.cutting.tracing import trace
 from penstock.errors import CostError
 from penstock.ir import StageId
 from penstock.stage import as_arguments, needs_grad, stand_in_for
-from penstock.trace.assemble import assemble
-from penstock.trace.chain import Chain
-from penstock.trace.layers import Layer, find_layers, mark_layers
-from penstock.trace.marks import remove_marks
-from penstock.trace.own_backwards import ONE_AT_A_TIME
-from penstock.trace.tracing import trace
 
 # A forward and the two halves of its backward do about the same work.
 _PASSES = 3

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from penstock.cutting.aliases import CONTEXTS, Aliases, graphs_within
+from penstock.cutting.marks import MARK, check_marks
 from penstock.errors import PartitionError
 from penstock.ir import StageId
-from penstock.trace.aliases import CONTEXTS, Aliases, graphs_within
-from penstock.trace.marks import MARK, check_marks
 
 _aten = torch.ops.aten
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
+from penstock.cutting.cut_model import Pipe
+from penstock.cutting.flow import Flow, find_flow
+from penstock.cutting.model_names import Names, install
+from penstock.cutting.restored import module_of, restore
+from penstock.cutting.tracing import Trace
+from penstock.cutting.training_mode import follow_training_mode
 from penstock.ir import StageId
-from penstock.trace.flow import Flow, find_flow
-from penstock.trace.names import Names, install
-from penstock.trace.pipe import Pipe
-from penstock.trace.restored import module_of, restore
-from penstock.trace.tracing import Trace
-from penstock.trace.training_mode import follow_training_mode
 
 
 def assemble(trace: Trace) -> Pipe:

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.cutting.cut_model import Pipe
+from penstock.cutting.marks import find_module, unknown_name
+from penstock.cutting.model_names import Names, install
 from penstock.errors import PartitionError
 from penstock.ir import StageId
 from penstock.stage import as_arguments
-from penstock.trace.marks import find_module, unknown_name
-from penstock.trace.names import Names, install
-from penstock.trace.pipe import Pipe
 
 Called: TypeAlias = nn.Module | Callable[..., Any]
 

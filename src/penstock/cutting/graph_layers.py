@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx import Node
 
-from penstock.trace.aliases import Aliases
-from penstock.trace.flow import find_bound, find_constants
-from penstock.trace.marks import MARK
+from penstock.cutting.aliases import Aliases
+from penstock.cutting.flow import find_bound, find_constants
+from penstock.cutting.marks import MARK
 
 
 @dataclass(frozen=True, slots=True)
