@@ -32,7 +32,7 @@ WITH_TORCH = (
     "compat",
     "cutting",
     "profile",
-    "plans",
+    "planning",
     "training",
     "cli",
     "__main__",

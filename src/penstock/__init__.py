@@ -74,9 +74,9 @@ if TYPE_CHECKING:
     from penstock.microbatch import TensorChunkSpec as TensorChunkSpec
     from penstock.microbatch import merge_chunks as merge_chunks
     from penstock.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
-    from penstock.plans import Plan as Plan
-    from penstock.plans import PlanRow as PlanRow
-    from penstock.plans import plan as plan
+    from penstock.planning import Plan as Plan
+    from penstock.planning import PlanRow as PlanRow
+    from penstock.planning import plan as plan
     from penstock.profile import measure_costs as measure_costs
     from penstock.runtime import Pipeline as Pipeline
     from penstock.runtime import record as record
@@ -106,8 +106,8 @@ _LAZY_NAMES = {
     "PipelineScheduleSingle": "penstock.compat",
     "PipelineStage": "penstock.stage",
     "Placement": "penstock.ir",
-    "Plan": "penstock.plans",
-    "PlanRow": "penstock.plans",
+    "Plan": "penstock.planning",
+    "PlanRow": "penstock.planning",
     "Recording": "penstock.timeline",
     "Replicate": "penstock.microbatch",
     "Report": "penstock.timeline",
@@ -139,7 +139,7 @@ _LAZY_NAMES = {
     "merge_chunks": "penstock.microbatch",
     "partition": "penstock",
     "passes": "penstock",
-    "plan": "penstock.plans",
+    "plan": "penstock.planning",
     "solver": "penstock",
     "pipe_split": "penstock.cutting",
     "pipeline": "penstock.cutting",

@@ -17,7 +17,7 @@ from penstock.solver.placement_choices import describe
 if TYPE_CHECKING:  # torch is loaded when the command runs.
     from torch import nn
 
-    from penstock.plans import Plan, PlanRow
+    from penstock.planning import Plan, PlanRow
 
 
 def plan(
@@ -112,7 +112,7 @@ def _write(found: "Plan", output: str | None, save_costs: str | None) -> None:
 
 
 def _plan(name: str, num_ranks: int, options: dict[str, Any]) -> "Plan":
-    from penstock.plans import plan as make_plan
+    from penstock.planning import plan as make_plan
 
     function = load_function(name)
     with errors_in_one_line(f"{name} failed"):

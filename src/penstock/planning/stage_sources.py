@@ -14,7 +14,7 @@ from penstock.solver.placement_choices import default_placements
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Request:
     """What was asked, beside the model."""
 
     num_ranks: int
@@ -77,14 +77,14 @@ class AbstractSource(ABC):
 class TableSource(AbstractSource):
     """Stages as they are, with costs that were measured for microbatches of some size."""
 
-    def __init__(self, table: CostTable, mb_size: int, batch_size: int, question: Question) -> None:
+    def __init__(self, table: CostTable, mb_size: int, batch_size: int, request: Request) -> None:
         self._table, self._mb_size, self._batch_size = table, mb_size, batch_size
-        self._question = question
-        count, rest = divmod(table.num_stages, question.num_ranks)
+        self._request = request
+        count, rest = divmod(table.num_stages, request.num_ranks)
         if rest or not count:
             raise ScheduleError(
                 f"The costs are of {table.num_stages} stages, which cannot be shared out evenly "
-                f"among {question.num_ranks} ranks. Expected as many stages as ranks, or a "
+                f"among {request.num_ranks} ranks. Expected as many stages as ranks, or a "
                 "multiple: measure such stages, or give the costs of layers, which are cut to fit."
             )
         self._stages_per_rank = count
@@ -95,10 +95,10 @@ class TableSource(AbstractSource):
 
     @property
     def placements(self) -> list[Placement]:
-        return placements(self._question.num_ranks, [self._stages_per_rank])
+        return placements(self._request.num_ranks, [self._stages_per_rank])
 
     def choices(self, num_microbatches: int, placement: Placement) -> list[Choice] | Refusal:
-        question, table = self._question, self._table
+        request, table = self._request, self._table
         factor = self._batch_size / num_microbatches / self._mb_size
         costs = CostTable(
             forward=self._scale(table.forward, factor),
@@ -107,21 +107,21 @@ class TableSource(AbstractSource):
             backward=self._scale(table.backward, factor),
             after_forward=[held * factor for held in table.after_forward],
             after_input=[held * factor for held in table.after_input],
-            delay=[max(delay, question.delay) for delay in table.delay],
+            delay=[max(delay, request.delay) for delay in table.delay],
             message_bytes=[size * factor for size in table.message_bytes],
             bandwidth=table.bandwidth,
             overlap_saving=table.overlap_saving,
         )
         least = max(sum_by_rank(costs.after_forward, placement))
-        if least > question.memory * ROUNDING:
+        if least > request.memory * ROUNDING:
             return Refusal.for_memory(least, ())
-        num_ranks = question.num_ranks
-        caps, nothing = (question.memory,) * num_ranks, (0.0,) * num_ranks
+        num_ranks = request.num_ranks
+        caps, nothing = (request.memory,) * num_ranks, (0.0,) * num_ranks
         return [Choice(num_microbatches, placement, costs, caps, nothing, None, ())]
 
     def _scale(self, times: Sequence[float], factor: float) -> list[float]:
         """Times for other microbatches; the overhead is in them, and stays as it is."""
-        fixed = [min(self._question.overhead, time) for time in times]
+        fixed = [min(self._request.overhead, time) for time in times]
         return [part + (time - part) * factor for part, time in zip(fixed, times, strict=True)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.ir import Placement
-from penstock.plans.sources import Choice
+from penstock.planning.stage_sources import Choice
 from penstock.solver import Problem, SearchResult, lower_bound, search
 from penstock.solver.placement_choices import describe
 

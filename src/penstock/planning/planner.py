@@ -10,13 +10,13 @@ from penstock.costs import CostTable
 from penstock.cutting import LayerCost
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Placement
-from penstock.plans.choose import Found, Limits, choose
-from penstock.plans.counts import choose_counts, larger_counts
-from penstock.plans.layers import LayerSource
-from penstock.plans.reading import GivenLayers, LayersOfBatch, ModelLayers
-from penstock.plans.result import LeftOut, Plan, PlanRow
-from penstock.plans.sources import AbstractSource, Choice, Question, Refusal, TableSource
-from penstock.plans.values import to_amount, to_count, to_counts
+from penstock.planning.batch_layers import GivenLayers, LayersOfBatch, ModelLayers
+from penstock.planning.checked_counts import to_amount, to_count, to_counts
+from penstock.planning.choosing import Found, Limits, choose
+from penstock.planning.layer_source import LayerSource
+from penstock.planning.microbatch_counts import choose_counts, larger_counts
+from penstock.planning.plan_table import LeftOut, Plan, PlanRow
+from penstock.planning.stage_sources import AbstractSource, Choice, Refusal, Request, TableSource
 from penstock.solver.placement_choices import describe
 from penstock.solver.problem import in_full
 
@@ -64,7 +64,7 @@ def plan(
     >>> plan(layers, 4, batch=16, mb_size=2, microbatches=8, stages_per_rank=1, memory=8).best
     PlanRow(8 microbatches of 2, linear, time=54, bubble=11.11%, memory=8, gap=0.00%)
     """
-    question = Question(
+    request = Request(
         num_ranks=to_count("num_ranks", num_ranks),
         memory=inf if memory is None else to_amount("memory", memory, above_zero=True),
         delay=to_amount("delay", delay),
@@ -81,16 +81,16 @@ def plan(
     if isinstance(what, nn.Module):
         _refuse("mb_size", mb_size, "A model is given the whole batch, and microbatches of it.")
         own = _read_model(what, batch, kwargs, layers, measure, speed)
-        source = LayerSource(own, question)
+        source = LayerSource(own, request)
     else:
         given = {"kwargs": kwargs, "layers": layers, "measure": measure or None, "speed": speed}
         for name, value in given.items():
             _refuse(name, value, "It is for a model, but costs were given.")
-        source = _read_costs(what, batch, mb_size, question)
+        source = _read_costs(what, batch, mb_size, request)
     wanted = None if microbatches is None else to_counts("microbatches", microbatches)
-    gathered = _gather(source, wanted, question.num_ranks)
+    gathered = _gather(source, wanted, request.num_ranks)
     if not gathered.choices:
-        raise _no_plan(gathered.refused, source.batch_size, question.memory)
+        raise _no_plan(gathered.refused, source.batch_size, request.memory)
     return gathered.plan(limits)
 
 
@@ -114,7 +114,7 @@ def _read_model(
     return ModelLayers(model, tuple(args), kwargs or {}, layers, measure, pace)
 
 
-def _read_costs(what: Any, batch: Any, mb_size: int | None, question: Question) -> AbstractSource:
+def _read_costs(what: Any, batch: Any, mb_size: int | None, request: Request) -> AbstractSource:
     if not isinstance(what, CostTable | Sequence):
         raise CostError(
             f"what is {what!r}. Expected a model, a sequence of LayerCost, or a CostTable."
@@ -126,8 +126,8 @@ def _read_costs(what: Any, batch: Any, mb_size: int | None, question: Question) 
         )
     sizes = to_count("mb_size", mb_size), to_count("batch", batch)
     if isinstance(what, CostTable):
-        return TableSource(what, *sizes, question)
-    return LayerSource(GivenLayers(what, *sizes), question)
+        return TableSource(what, *sizes, request)
+    return LayerSource(GivenLayers(what, *sizes), request)
 
 
 def _refuse(name: str, value: object, reason: str) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.plans.counts import choose_counts, larger_counts
+from penstock.planning.microbatch_counts import choose_counts, larger_counts
 
 
 @pytest.mark.parametrize(

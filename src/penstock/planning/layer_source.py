@@ -19,12 +19,12 @@ from penstock.errors import PartitionError
 from penstock.ir import Placement
 from penstock.partition import MemoryLimit, Partition, balance
 from penstock.passes.held_memory import ROUNDING
-from penstock.plans.reading import LayersOfBatch
-from penstock.plans.sources import (
+from penstock.planning.batch_layers import LayersOfBatch
+from penstock.planning.stage_sources import (
     AbstractSource,
     Choice,
-    Question,
     Refusal,
+    Request,
     leave_for_activations,
     placements,
     sum_by_rank,
@@ -67,9 +67,9 @@ class _Layers:
 class LayerSource(AbstractSource):
     """Layers that are cut into stages, and what is known of them so far."""
 
-    def __init__(self, layers: LayersOfBatch, question: Question) -> None:
+    def __init__(self, layers: LayersOfBatch, request: Request) -> None:
         self._given = layers
-        self._question = question
+        self._request = request
         self._layers: dict[int, _Layers] = {}
         self._known: dict[tuple[tuple[float, ...], Placement, float], tuple[int, ...]] = {}
 
@@ -79,12 +79,12 @@ class LayerSource(AbstractSource):
 
     @property
     def placements(self) -> list[Placement]:
-        return placements(self._question.num_ranks, self._question.stages_per_rank)
+        return placements(self._request.num_ranks, self._request.stages_per_rank)
 
     def choices(self, num_microbatches: int, placement: Placement) -> list[Choice] | Refusal:
         if num_microbatches not in self._layers:
             self._layers[num_microbatches] = _Layers.of(
-                self._given.costs(num_microbatches), self._question.bytes_per_parameter_byte
+                self._given.costs(num_microbatches), self._request.bytes_per_parameter_byte
             )
         layers = self._layers[num_microbatches]
         if len(layers.names) < placement.num_stages:
@@ -92,10 +92,10 @@ class LayerSource(AbstractSource):
                 f"{len(layers.names)} layers cannot be cut into {placement.num_stages} stages"
             )
         cuts = self._by_time(layers, placement)
-        if self._question.memory < inf:
+        if self._request.memory < inf:
             weights = [sum(pair) for pair in zip(layers.fixed, layers.activations, strict=True)]
             lightest = balance(weights, placement.num_stages, placement=placement)
-            if lightest.slowest > self._question.memory * ROUNDING:
+            if lightest.slowest > self._request.memory * ROUNDING:
                 return Refusal.for_memory(lightest.slowest, _cut_points(layers, lightest.starts))
             cuts += self._by_memory(layers, num_microbatches, placement, cuts)
             cuts = cuts or [lightest.starts]  # [3]
@@ -128,7 +128,7 @@ class LayerSource(AbstractSource):
             if any(self._fits(layers, starts, placement, in_flight) for starts in by_time):
                 continue
             limit = MemoryLimit(
-                cap=self._question.memory,
+                cap=self._request.memory,
                 fixed=layers.fixed,
                 per_microbatch=layers.activations,
                 in_flight=in_flight,
@@ -156,7 +156,7 @@ class LayerSource(AbstractSource):
         stages = [
             own + count * each for own, count, each in zip(fixed, in_flight, held, strict=True)
         ]
-        return max(sum_by_rank(stages, placement)) <= self._question.memory * ROUNDING
+        return max(sum_by_rank(stages, placement)) <= self._request.memory * ROUNDING
 
     def _choice(
         self,
@@ -166,25 +166,25 @@ class LayerSource(AbstractSource):
         placement: Placement,
     ) -> Choice:
         """The stages of a cut; forward, input and weight backward take a third of a layer each."""
-        question, partition = self._question, Partition(starts, layers.times, placement)
+        request, partition = self._request, Partition(starts, layers.times, placement)
         third = [time / 3 for time in partition.stage_costs]
         activations = Partition(starts, layers.activations, placement)
         parameter_memory = Partition(starts, layers.fixed, placement).rank_costs
-        each = [time + question.overhead for time in third]
+        each = [time + request.overhead for time in third]
         costs = CostTable(
             forward=each,
             backward_input=each,
             backward_weight=each,
-            backward=[2 * time + question.overhead for time in third],
+            backward=[2 * time + request.overhead for time in third],
             after_forward=activations.stage_costs,
             after_input=activations.stage_costs,
-            delay=question.delay,
+            delay=request.delay,
         )
         return Choice(
             num_microbatches=num_microbatches,
             placement=placement,
             costs=costs,
-            caps=leave_for_activations(question.memory, parameter_memory, activations.rank_costs),
+            caps=leave_for_activations(request.memory, parameter_memory, activations.rank_costs),
             parameter_memory=parameter_memory,
             partition=partition,
             cut_points=_cut_points(layers, starts),
