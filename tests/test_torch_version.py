@@ -30,7 +30,7 @@ for version, way_in in zip(sys.argv[1::2], sys.argv[2::2]):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             exec(way_in)
-            exec("import penstock.microbatch, penstock.comm, penstock.backward")
+            exec("import penstock.microbatches, penstock.comm, penstock.backward")
         print(*(str(warning.message) for warning in caught), sep="|", flush=True)
         os._exit(0)
     assert 0 == os.wait()[1]

@@ -70,10 +70,10 @@ if TYPE_CHECKING:
     from penstock.cutting import split as split
     from penstock.ir import Placement as Placement
     from penstock.ir import Schedule as Schedule
-    from penstock.microbatch import Replicate as Replicate
-    from penstock.microbatch import TensorChunkSpec as TensorChunkSpec
-    from penstock.microbatch import merge_chunks as merge_chunks
-    from penstock.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from penstock.microbatches import Replicate as Replicate
+    from penstock.microbatches import TensorChunkSpec as TensorChunkSpec
+    from penstock.microbatches import merge_chunks as merge_chunks
+    from penstock.microbatches import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
     from penstock.planning import Plan as Plan
     from penstock.planning import PlanRow as PlanRow
     from penstock.planning import plan as plan
@@ -109,7 +109,7 @@ _LAZY_NAMES = {
     "Plan": "penstock.planning",
     "PlanRow": "penstock.planning",
     "Recording": "penstock.timeline",
-    "Replicate": "penstock.microbatch",
+    "Replicate": "penstock.microbatches",
     "Report": "penstock.timeline",
     "Schedule": "penstock.ir",
     "Schedule1F1B": "penstock.compat",
@@ -127,7 +127,7 @@ _LAZY_NAMES = {
     "SearchResult": "penstock.solver",
     "SplitEngine": "penstock.backward",
     "SplitPoint": "penstock.cutting",
-    "TensorChunkSpec": "penstock.microbatch",
+    "TensorChunkSpec": "penstock.microbatches",
     "build_stage": "penstock.stage",
     "count_layers": "penstock.cutting",
     "draw": "penstock",
@@ -136,7 +136,7 @@ _LAZY_NAMES = {
     "local_ranks": "penstock.comm",
     "measure_costs": "penstock.profile",
     "measure_layers": "penstock.cutting",
-    "merge_chunks": "penstock.microbatch",
+    "merge_chunks": "penstock.microbatches",
     "partition": "penstock",
     "passes": "penstock",
     "plan": "penstock.planning",
@@ -149,7 +149,7 @@ _LAZY_NAMES = {
     "sim": "penstock",
     "simulate": "penstock.sim",
     "split": "penstock.cutting",
-    "split_args_kwargs_into_chunks": "penstock.microbatch",
+    "split_args_kwargs_into_chunks": "penstock.microbatches",
     "stage_backward": "penstock.backward",
     "stage_backward_input": "penstock.backward",
     "stage_backward_weight": "penstock.backward",

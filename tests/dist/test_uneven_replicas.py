@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from local_steps import mlp
 from penstock import CommError, Pipeline, StageError
-from penstock.runtime.loss_weights import sum_over_replicas
+from penstock.microbatches.loss_weights import sum_over_replicas
 from stage_training import assert_close, make_stages
 from staged_models import WIDTH
 from worker_pool import WorkerPool

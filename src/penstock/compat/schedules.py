@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from penstock.errors import ScheduleError, StageError
+from penstock.microbatches.loss_weights import LossWeight
 from penstock.runtime import Pipeline
 from penstock.runtime.auto import DEFAULT_SEARCH_S
-from penstock.runtime.loss_weights import LossWeight
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.step import LossFn
 from penstock.schedules import get

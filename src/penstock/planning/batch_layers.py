@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.cutting import LayerCost, count_layers, measure_layers
 from penstock.errors import CostError
-from penstock.microbatch import split_args_kwargs_into_chunks
+from penstock.microbatches import split_args_kwargs_into_chunks
 from penstock.planning.checked_counts import to_amount
 
 LOGGER = logging.getLogger("penstock")

@@ -15,7 +15,14 @@ from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agre
 from penstock.errors import CommError, RecordError, StageError
 from penstock.ir import Action, Schedule, StageId
 from penstock.ir.action import COMPUTE_TYPES, in_words
-from penstock.microbatch import merge_chunks, split_args_kwargs_into_chunks, split_target
+from penstock.microbatches import merge_chunks, split_args_kwargs_into_chunks
+from penstock.microbatches.loss_weights import (
+    LossWeight,
+    LossWeights,
+    find_weights,
+    sum_over_replicas,
+)
+from penstock.microbatches.splitting import split_target
 from penstock.runtime.auto import DEFAULT_SEARCH_S, Auto, AutoOptions
 from penstock.runtime.checks import (
     as_schedule,
@@ -30,12 +37,6 @@ from penstock.runtime.checks import (
     check_stages,
     check_takes_weights,
     check_timeout,
-)
-from penstock.runtime.loss_weights import (
-    LossWeight,
-    LossWeights,
-    find_weights,
-    sum_over_replicas,
 )
 from penstock.runtime.messages import Form
 from penstock.runtime.meter import Meter

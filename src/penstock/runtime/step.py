@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.arguments import hides_gradient
 from penstock.comm.pending import values_of, waited
 from penstock.errors import StageError
 from penstock.ir import (
@@ -22,8 +21,9 @@ from penstock.ir import (
     StageId,
 )
 from penstock.ir.action import SEND_TYPES
+from penstock.microbatches.hidden_tensors import hides_gradient
+from penstock.microbatches.loss_weights import LossWeight, LossWeights
 from penstock.runtime.held import HeldBytes, Note, note_nothing
-from penstock.runtime.loss_weights import LossWeight, LossWeights
 from penstock.runtime.messages import flatten, unflatten
 from penstock.runtime.meter import Meter
 from penstock.runtime.program import Entry, Program, Task

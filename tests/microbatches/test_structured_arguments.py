@@ -23,13 +23,13 @@ from limits import PROCESS_S
 from odd_tensors import Tagged
 from penstock import LocalGroup, Pipeline, PipelineStage, local_ranks
 from penstock.errors import MicrobatchError
-from penstock.microbatch import (
+from penstock.microbatches import (
     Replicate,
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
-    split_target,
 )
+from penstock.microbatches.splitting import split_target
 
 BATCH, HEADS, LENGTH = 5, 2, 256
 LIMITS = torch.tensor([256, 30, 131, 7, 200])

@@ -25,7 +25,12 @@ from local_steps import (
     zero_grad,
 )
 from penstock import MicrobatchError, Pipeline, StageError
-from penstock.runtime.loss_weights import LossWeights, check_weights, find_weights, weights_by_size
+from penstock.microbatches.loss_weights import (
+    LossWeights,
+    check_weights,
+    find_weights,
+    weights_by_size,
+)
 from stage_training import assert_close, assert_same_grads
 from staged_models import Batch
 

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from fuzzing import examples
 from penstock.errors import MicrobatchError
-from penstock.microbatch import (
+from penstock.microbatches import (
     Replicate,
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
-    split_target,
 )
+from penstock.microbatches.splitting import split_target
 
 Pair = namedtuple("Pair", ["left", "right"])
 

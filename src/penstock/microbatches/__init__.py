@@ -1,0 +1,13 @@
+"""Microbatches: how a batch is cut into them, joined again, and weighed in the loss."""
+
+import penstock.torch_version  # noqa: F401 (warns)
+from penstock.microbatches.chunk_specs import Replicate, TensorChunkSpec
+from penstock.microbatches.merging import merge_chunks
+from penstock.microbatches.splitting import split_args_kwargs_into_chunks
+
+__all__ = [
+    "Replicate",
+    "TensorChunkSpec",
+    "merge_chunks",
+    "split_args_kwargs_into_chunks",
+]

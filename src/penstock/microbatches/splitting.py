@@ -1,0 +1,200 @@
+"""The arguments of a step, cut into microbatches.
+
+The names and parameters are those of torch.distributed.pipelining.microbatch, so scripts keep
+working. One thing differs on purpose: there are always as many microbatches as were asked for.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import MicrobatchError
+from penstock.microbatches.chunk_specs import Spec, TensorChunkSpec, find_specs
+from penstock.microbatches.hidden_tensors import holds_batch
+from penstock.microbatches.masks import batch_of_mask, cut_mask, is_block_mask, is_one_leaf
+from penstock.microbatches.nested_values import leaf_names, require
+
+
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: Any = None,
+    kwargs_chunk_spec: Any = None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """The args and the kwargs of each of `chunks` microbatches, as views of the tensors given.
+
+    Tensors are cut along dim 0 like torch.tensor_split does, so sizes may differ by one. Tensors
+    without dims and all that is no tensor go whole to every microbatch, but a BlockMask is cut
+    along its batch, and objects that hold a batch are refused. A spec says otherwise: it
+    mirrors the nesting of the args, and one TensorChunkSpec, Replicate or None in it may stand
+    for all that is nested there. Without args (or kwargs) their spec has nothing to say.
+
+    >>> import torch
+    >>> args, kwargs = split_args_kwargs_into_chunks((torch.arange(5),), {"scale": 2.0}, 2)
+    >>> args
+    [(tensor([0, 1, 2]),), (tensor([3, 4]),)]
+    >>> kwargs
+    [{'scale': 2.0}, {'scale': 2.0}]
+    """
+    are_args, are_kwargs = isinstance(args, tuple | list), isinstance(kwargs, dict | None)
+    require(are_args, "args", args, "a tuple; for a single argument, write (argument,)")
+    require(are_kwargs, "kwargs", kwargs, "a dict, or None if there are no keyword arguments")
+    _require_count("chunks", chunks)
+    first, second = _split(
+        _Whole.of(tuple(args), "args", args_chunk_spec, "args_chunk_spec"),
+        _Whole.of(dict(kwargs or {}), "kwargs", kwargs_chunk_spec, "kwargs_chunk_spec"),
+        num_microbatches=chunks,
+    )
+    return first, second
+
+
+def split_target(target: Any, num_microbatches: int) -> list[Any]:
+    """The target of each microbatch, cut as arguments without a spec are.
+
+    >>> import torch
+    >>> split_target({"label": torch.arange(4)}, 2)
+    [{'label': tensor([0, 1])}, {'label': tensor([2, 3])}]
+    """
+    _require_count("num_microbatches", num_microbatches)
+    return _split(_Whole.of(target, "target", None, ""), num_microbatches=num_microbatches)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A value to be cut: its leaves, and the spec of each."""
+
+    value: Any
+    name: str
+    spec_name: str
+    leaves: list[Any]
+    specs: list[Spec]
+    tree: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, value: Any, name: str, spec: Any, spec_name: str) -> "_Whole":
+        leaves, tree = pytree.tree_flatten(value, is_one_leaf)
+        specs: list[Spec] = [TensorChunkSpec(0)] * len(leaves)
+        if spec is not None and leaves:  # All ranks have the specs, but not all get arguments.
+            specs = list(find_specs(spec, value, name, spec_name))
+        return cls(value, name, spec_name, leaves, specs, tree)
+
+    def leaf_name(self, number: int) -> str:
+        return f"{self.name}{leaf_names(self.value)[number]}"
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """The number of each leaf that is cut, and the size that it is cut along."""
+        for number, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
+            if isinstance(spec, TensorChunkSpec):
+                if is_block_mask(leaf) and batch_of_mask(leaf) > 1:
+                    yield number, batch_of_mask(leaf)
+                elif isinstance(leaf, Tensor) and leaf.dim() > 0 and not leaf.is_nested:
+                    yield number, leaf.shape[spec.split_dim]
+
+    def or_whole(self) -> str:
+        """The remedy for what cannot be cut, if there is a spec to say it in."""
+        return f", or give it whole by Replicate() in {self.spec_name}" if self.spec_name else ""
+
+
+def _split(*wholes: _Whole, num_microbatches: int) -> list[list[Any]]:
+    """The values of each microbatch, of each whole."""
+    batches = {
+        size: whole.leaf_name(number) for whole in wholes for number, size in whole.batches()
+    }
+    found = []
+    for whole in wholes:
+        columns = [
+            _cut(whole, number, num_microbatches, batches) for number in range(len(whole.leaves))
+        ]
+        rows = ([column[mb] for column in columns] for mb in range(num_microbatches))
+        found.append([pytree.tree_unflatten(row, whole.tree) for row in rows])
+    return found
+
+
+def _cut(
+    whole: _Whole, number: int, num_microbatches: int, batches: dict[int, str]
+) -> Sequence[Any]:
+    """One leaf for each microbatch; `batches` has a name for each size of a batch."""
+    leaf, spec = whole.leaves[number], whole.specs[number]
+    if isinstance(spec, TensorChunkSpec):
+        if isinstance(leaf, Tensor):
+            if leaf.dim() > 0:
+                return _cut_tensor(whole, number, spec.split_dim, num_microbatches)
+        elif is_block_mask(leaf):
+            if batch_of_mask(leaf) > 1 and num_microbatches > 1:
+                return _cut_mask(whole, number, num_microbatches, batches)
+        elif num_microbatches > 1 and holds_batch(leaf, batches):
+            raise MicrobatchError(
+                f"{whole.leaf_name(number)} is a {type(leaf).__name__} that holds tensors with a "
+                "batch, which cannot be cut into microbatches. Expected tensors, or nested tuples, "
+                "lists and dicts of them. Register its class with torch.utils._pytree."
+                f"register_pytree_node, or cut it for step_microbatches{whole.or_whole()}."
+            )
+    return [leaf] * num_microbatches
+
+
+def _cut_tensor(whole: _Whole, number: int, dim: int, num_microbatches: int) -> Sequence[Tensor]:
+    leaf: Tensor = whole.leaves[number]
+    parts: Sequence[Tensor] = ()
+    cause: Exception | None = None
+    try:
+        is_enough = leaf.size(dim) >= num_microbatches
+        if is_enough:
+            parts = leaf.tensor_split(num_microbatches, dim)
+    except (RuntimeError, TypeError) as exc:
+        is_enough, cause = True, exc
+    if not is_enough:
+        raise MicrobatchError(
+            f"{whole.leaf_name(number)} has size {leaf.shape[dim]} along dim {dim} (shape "
+            f"{tuple(leaf.shape)}), too little for {num_microbatches} microbatches. Expected "
+            f"{num_microbatches} or more. Use a larger batch or fewer microbatches"
+            f"{whole.or_whole()}."
+        )
+    kinds = {type(leaf)} if not isinstance(leaf, nn.Parameter) else {Tensor, nn.Parameter}
+    if not parts or not {type(part) for part in parts} <= kinds:
+        raise MicrobatchError(
+            f"{whole.leaf_name(number)} is a {type(leaf).__name__} of layout {leaf.layout}, which "
+            f"cannot be cut along dim {dim}. Expected a dense tensor. Convert it, or cut it for "
+            f"step_microbatches{whole.or_whole()}."
+        ) from cause
+    return parts
+
+
+def _cut_mask(
+    whole: _Whole, number: int, num_microbatches: int, batches: dict[int, str]
+) -> Sequence[Any]:
+    mask, spec = whole.leaves[number], whole.specs[number]
+    batch, name = batch_of_mask(mask), whole.leaf_name(number)
+    if spec != TensorChunkSpec(0):
+        raise MicrobatchError(
+            f"{name} is a BlockMask, but its spec is {spec}. Expected TensorChunkSpec(0), as a "
+            f"mask can be cut along its batch only{whole.or_whole()}."
+        )
+    if batch < num_microbatches:
+        raise MicrobatchError(
+            f"{name} is a BlockMask with a batch of {batch}, too little for {num_microbatches} "
+            f"microbatches. Expected 1, for a mask that all rows share, or {num_microbatches} or "
+            f"more. Use a larger batch or fewer microbatches{whole.or_whole()}."
+        )
+    for size, other in batches.items():
+        if size != batch:
+            raise MicrobatchError(
+                f"{name} is a BlockMask with a batch of {batch}, but {other} is cut along a size "
+                f"of {size}. Expected one batch for all that is cut, or a mask with a batch of 1. "
+                f"Make the mask for the batch{whole.or_whole()}."
+            )
+    try:
+        return cut_mask(mask, num_microbatches)
+    except ValueError as exc:
+        raise MicrobatchError(
+            f"{name} is a BlockMask that cannot be cut: {exc}. Expected what create_block_mask "
+            f"makes. Make it without, or cut it for step_microbatches{whole.or_whole()}."
+        ) from exc
+
+
+def _require_count(name: str, count: Any) -> None:
+    is_count = isinstance(count, int) and count > 0
+    require(is_count, name, count, "the number of microbatches, an int of 1 or more")
