@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import LocalGroup, Pipeline, PipelineStage, Schedule, local_ranks
-from penstock.stage import as_arguments
+from penstock.stage.outputs import as_arguments
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from penstock.cutting.marks import find_module, unknown_name
 from penstock.cutting.model_names import Names, install
 from penstock.errors import PartitionError
 from penstock.ir import StageId
-from penstock.stage import as_arguments
+from penstock.stage.outputs import as_arguments
 
 Called: TypeAlias = nn.Module | Callable[..., Any]
 

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from penstock.cutting.model_names import install
 from penstock.errors import StageError
 from penstock.ir import StageId
-from penstock.stage import Group, PipelineStage, as_arguments, shares_of
+from penstock.stage import Group, PipelineStage
+from penstock.stage.outputs import as_arguments, shares_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from penstock.cutting.own_backwards import ONE_AT_A_TIME
 from penstock.cutting.tracing import trace
 from penstock.errors import CostError
 from penstock.ir import StageId
-from penstock.stage import as_arguments, needs_grad, stand_in_for
+from penstock.stage.outputs import as_arguments
+from penstock.stage.passage import needs_grad, stand_in_for
 
 # A forward and the two halves of its backward do about the same work.
 _PASSES = 3

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from penstock.cutting.marks import SplitPoint, marked, remove_calls
 from penstock.cutting.own_backwards import noticing_checkpoints, refusing_own_backwards
 from penstock.errors import PipelineError, StageError, TraceError
-from penstock.stage import check_tensor
+from penstock.stage.examples import check_tensor
 
 TakeInputs: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]
 GiveOutputs: TypeAlias = Callable[[list[Any]], Any]

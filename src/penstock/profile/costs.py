@@ -23,7 +23,8 @@ from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.routes import Key, Routes
 from penstock.runtime.step import LossFn
 from penstock.solver.safe_schedules import safe_schedule
-from penstock.stage import PipelineStage, stand_in_for
+from penstock.stage import PipelineStage
+from penstock.stage.passage import stand_in_for
 
 
 def measure_costs(

@@ -30,15 +30,9 @@ from penstock.runtime.program import Entry, Program, Task
 from penstock.runtime.routes import Key
 from penstock.runtime.tied import TiedGrads
 from penstock.runtime.wire import Wire
-from penstock.stage import (
-    PipelineStage,
-    StagePass,
-    WeightBackward,
-    as_outputs,
-    do_nothing,
-    needs_grad,
-    stand_in_for,
-)
+from penstock.stage import PipelineStage
+from penstock.stage.outputs import as_outputs
+from penstock.stage.passage import Passage, WeightBackward, do_nothing, needs_grad, stand_in_for
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -84,7 +78,7 @@ CustomFunction: TypeAlias = Callable[[Any, ActionContext], None]
 class _InFlight:
     """A microbatch on a stage, between its forward and the end of its backward."""
 
-    stage_pass: StagePass
+    passage: Passage
     inputs: list[list[Any]]
     """The leaves of each message that came: those from afar, and last the neighbour's."""
     outputs: list[Message]
@@ -248,12 +242,10 @@ class Step:
         if self._held is not None:
             self._held.begin(*self._by_origin(task, inputs))
         with self._watching(stage, (args, kwargs)) as note:
-            stage_pass = stage.forward(args, kwargs, is_split=task.is_split)
-            note(stage_pass.outputs)
-        loss, messages = self._hand_on(task, stage, mb, stage_pass.outputs)
-        self._in_flight[stage.stage_index, mb] = _InFlight(
-            stage_pass, inputs, messages, outside, loss
-        )
+            passage = stage.forward(args, kwargs, is_split=task.is_split)
+            note(passage.outputs)
+        loss, messages = self._hand_on(task, stage, mb, passage.outputs)
+        self._in_flight[stage.stage_index, mb] = _InFlight(passage, inputs, messages, outside, loss)
 
     def _by_origin(self, task: Task, inputs: list[list[Any]]) -> tuple[list[Any], list[Any]]:
         """The leaves that came from other ranks, and those of this rank."""
@@ -370,7 +362,7 @@ class Step:
         grads, pending = self._differentiate(task, stage, mb, flight)
         if flight.loss is not None:
             self.losses[mb] = values_of(flight.loss)  # Its graph would keep the stage's inputs.
-        found = {id(x): waited(g) for x, g in zip(flight.stage_pass.inputs, grads, strict=True)}
+        found = {id(x): waited(g) for x, g in zip(flight.passage.inputs, grads, strict=True)}
         for tensor, stand_in in flight.outside:
             if (grad := found.get(id(stand_in))) is not None:
                 self._outside_grads.append((tensor, grad))
@@ -402,16 +394,16 @@ class Step:
         else:
             arguments, arrived = self._take_gradients(task, flight)
             if any(grad is not None for grad in arrived):
-                grads = as_outputs(arguments, flight.stage_pass.outputs)
+                grads = as_outputs(arguments, flight.passage.outputs)
         if self._held is not None:
             self._held.begin(arrived)
         if grads is None:
-            return (None,) * len(flight.stage_pass.inputs), do_nothing
+            return (None,) * len(flight.passage.inputs), do_nothing
         with self._watching(stage, ()):
             if flight.loss is not None and self.loss_weights.seeds[mb] == 0:
                 # Zero times its gradient is not zero where the mean of no values is not a number.
-                return flight.stage_pass.backward_of_nothing()
-            return flight.stage_pass.backward(grads, flight.loss)
+                return flight.passage.backward_of_nothing()
+            return flight.passage.backward(grads, flight.loss)
 
     def _take_gradients(
         self, task: Task, flight: _InFlight

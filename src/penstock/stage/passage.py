@@ -1,0 +1,134 @@
+"""One microbatch's passage through a stage: between its forward and the end of its backward."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.backward import ForwardPass, stage_backward
+from penstock.comm.pending import values_of
+from penstock.errors import StageError
+
+WeightBackward: TypeAlias = Callable[[], None]
+
+
+class WholePassage:
+    """A microbatch between its forward and its backward, in plain autograd."""
+
+    def __init__(
+        self,
+        outputs: Any,
+        inputs: list[Tensor],
+        dw_builder: Callable[[], WeightBackward] | None = None,
+    ) -> None:
+        self.outputs = outputs
+        self.inputs = inputs
+        self._dw_builder = dw_builder
+
+    def backward(
+        self, grads: Any, loss: Tensor | None = None
+    ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
+        """The gradients of `inputs`, and what the weight backward has to run.
+
+        `grads` are those of the outputs, or of the loss if there is one.
+        """
+        roots = self.outputs if loss is None else loss
+        input_grads = stage_backward(roots, grads, self.inputs)
+        return input_grads, do_nothing if self._dw_builder is None else self._dw_builder()
+
+    def backward_of_nothing(self) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
+        """As `backward`, for a microbatch whose loss does not count: all gradients are zeros."""
+        self.outputs = pytree.tree_leaves(self.outputs)
+        if not _can_be_nothing(self.outputs):
+            return (None,) * len(self.inputs), do_nothing
+        return self.backward(_zeros(self.outputs))
+
+
+class SplitPassage:
+    """A microbatch between its forward and its input backward, by the engine.
+
+    The loss is computed from stand-ins for the last stage's outputs: its own graph, with the
+    parameters it may have, is plain autograd's, and ends where the engine's begins. Only where
+    the outputs are in an object that torch cannot look into are the two one graph.
+    """
+
+    def __init__(self, forward: ForwardPass, *, is_last: bool) -> None:
+        self.outputs = forward.outputs
+        self.inputs = forward.inputs
+        self._forward = forward
+        self._stand_ins: list[Any] = []
+        leaves, structure = pytree.tree_flatten(self.outputs if is_last else None)
+        if any(isinstance(leaf, Tensor) for leaf in leaves):
+            self._stand_ins = [
+                stand_in_for(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+            ]
+            self.outputs = pytree.tree_unflatten(self._stand_ins, structure)
+            forward.outputs = leaves  # A list can hold None for a gradient; not all outputs can.
+
+    def backward(
+        self, grads: Any, loss: Tensor | None = None
+    ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
+        """As a whole passage's; the weight gradients are what the weight backward has to run."""
+        if loss is None:
+            input_grads, pending = self._forward.backward_input(grads)
+        elif not self._stand_ins:
+            input_grads, pending = self._forward.backward_input(loss=loss * grads)
+        else:
+            torch.autograd.backward(loss, grads)
+            output_grads = list(map(_grad_of, self._stand_ins))
+            if all(grad is None for grad in output_grads):
+                return (None,) * len(self.inputs), do_nothing
+            input_grads, pending = self._forward.backward_input(output_grads)
+        return input_grads, pending.run
+
+    def backward_of_nothing(self) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
+        """As a whole passage's."""
+        outputs = self._stand_ins or pytree.tree_leaves(self._forward.outputs)
+        self._forward.outputs = pytree.tree_leaves(self._forward.outputs)
+        if not _can_be_nothing(outputs):
+            return (None,) * len(self.inputs), do_nothing
+        return self.backward(_zeros(outputs))
+
+
+Passage: TypeAlias = WholePassage | SplitPassage
+
+
+def do_nothing() -> None:
+    """The weight backward of a stage whose backward ran in one piece."""
+
+
+def needs_grad(leaf: Any) -> bool:
+    """Whether this is a tensor to differentiate by."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def stand_in_for(tensor: Tensor) -> Tensor:
+    """A leaf with the same values, at which a graph ends."""
+    return values_of(tensor).requires_grad_(tensor.requires_grad)
+
+
+def _can_be_nothing(outputs: Sequence[Any]) -> bool:
+    """Return whether an output needs a gradient; raises if nobody can tell."""
+    if not any(isinstance(leaf, Tensor) for leaf in outputs):
+        raise StageError(
+            "a microbatch has weight 0, and the last stage returns an object that torch cannot "
+            "look into, so that it cannot be told which gradients are zero. Return tensors, "
+            "tuples or dicts, or register its class with torch.utils._pytree."
+            "register_pytree_node."
+        )
+    return any(map(needs_grad, outputs))
+
+
+def _zeros(outputs: Sequence[Any]) -> list[Tensor | None]:
+    """A gradient of zeros for each output that needs one."""
+    return [torch.zeros_like(leaf) if needs_grad(leaf) else None for leaf in outputs]
+
+
+def _grad_of(stand_in: Any) -> Tensor | None:
+    """Its gradient; taken, so that the stand-in does not keep it."""
+    if not isinstance(stand_in, Tensor):
+        return None
+    grad, stand_in.grad = stand_in.grad, None
+    return grad
