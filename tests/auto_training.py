@@ -63,7 +63,7 @@ def train_auto(group: Group, run: AutoRun) -> AutoRecord:
     optimizer = make_optimizer(own.values(), run.batch_size, "mean")
     record = AutoRecord([], [])
     # Only rank 0 plans; local ranks share the module that is patched.
-    known = mock.patch("penstock.runtime.auto.join", return_value=run.known_costs)
+    known = mock.patch("penstock.runtime.auto.auto_pilot.join", return_value=run.known_costs)
     with known if rank_in(group) == 0 else nullcontext():
         for step in range(run.num_steps):
             args, kwargs, target = model.batch(run.batch_size, step)

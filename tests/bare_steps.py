@@ -6,10 +6,10 @@ from penstock import Schedule
 from penstock.comm import AbstractComm
 from penstock.ir import SendActivation
 from penstock.ir.action import SEND_TYPES
-from penstock.runtime.messages import Form, flatten
+from penstock.runtime.messages.forms import Form, flatten
+from penstock.runtime.messages.routes import Key
+from penstock.runtime.messages.wire import Wire
 from penstock.runtime.program import Program, forward_only, make_program
-from penstock.runtime.routes import Key
-from penstock.runtime.wire import Wire
 
 CPU = torch.device("cpu")
 

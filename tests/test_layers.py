@@ -30,7 +30,6 @@ WITH_TORCH = (
     "runtime",
     "compat",
     "cutting",
-    "profile",
     "planning",
     "training",
     "cli",

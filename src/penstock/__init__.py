@@ -77,9 +77,9 @@ if TYPE_CHECKING:
     from penstock.planning import Plan as Plan
     from penstock.planning import PlanRow as PlanRow
     from penstock.planning import plan as plan
-    from penstock.profile import measure_costs as measure_costs
     from penstock.runtime import Pipeline as Pipeline
     from penstock.runtime import record as record
+    from penstock.runtime.measuring.stage_costs import measure_costs as measure_costs
     from penstock.sim import simulate as simulate
     from penstock.solver import SearchResult as SearchResult
     from penstock.solver import search as search
@@ -134,7 +134,7 @@ _LAZY_NAMES = {
     "get_schedule_class": "penstock.compat",
     "ir": "penstock",
     "local_ranks": "penstock.comm",
-    "measure_costs": "penstock.profile",
+    "measure_costs": "penstock.runtime.measuring.stage_costs",
     "measure_layers": "penstock.cutting",
     "merge_chunks": "penstock.microbatches",
     "partition": "penstock",

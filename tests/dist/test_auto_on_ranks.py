@@ -95,7 +95,7 @@ def _train_auto(rank: int, num_ranks: int, *, num_steps: int = 5, **options: Any
 
 def _raise_in_search(rank: int, num_ranks: int) -> None:
     with mock.patch(
-        "penstock.runtime.next_schedule.search", side_effect=lambda *_, **__: boom("searching")
+        "penstock.runtime.auto.next_schedule.search", side_effect=lambda *_, **__: boom("searching")
     ):
         _train_auto(rank, num_ranks)
 
@@ -108,7 +108,7 @@ def _search_for_long(rank: int, num_ranks: int) -> None:
         time.sleep(1.5)
         return search(*args, **kwargs)
 
-    with mock.patch("penstock.runtime.next_schedule.search", side_effect=sleep):
+    with mock.patch("penstock.runtime.auto.next_schedule.search", side_effect=sleep):
         _train_auto(rank, num_ranks, timeout=1)
 
 
@@ -124,7 +124,7 @@ def _die_while_searching(rank: int, num_ranks: int) -> None:
         time.sleep(2)
         return search(*args, **kwargs)
 
-    with mock.patch("penstock.runtime.next_schedule.search", side_effect=tell):
+    with mock.patch("penstock.runtime.auto.next_schedule.search", side_effect=tell):
         _train_auto(rank, num_ranks)
 
 

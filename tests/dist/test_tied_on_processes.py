@@ -1,6 +1,6 @@
 """Tied parameters over processes: every copy gets the gradient of all, as if there were one.
 
-`tests/runtime/test_tied.py` has more of it within one process.
+`tests/runtime/test_tied_parameters.py` has more of it within one process.
 """
 
 import gc

@@ -131,7 +131,7 @@ def test_schedule_that_cannot_be_beaten_is_kept(caplog: pytest.LogCaptureFixture
 def test_schedule_is_planned_again_when_times_have_drifted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.runtime.auto._LOOK_EVERY", 1)
+    monkeypatch.setattr("penstock.runtime.auto.auto_pilot._LOOK_EVERY", 1)
     # The plan is made for seconds, and the steps take milliseconds.
     run = AutoRun("mlp", (0, 1), num_steps=14, options={"replan_when": 0.5})
     with caplog.at_level(logging.INFO, logger="penstock"):
@@ -147,7 +147,7 @@ def test_schedule_is_planned_again_when_times_have_drifted(
 def test_times_that_are_as_planned_do_not_change_the_plan(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.runtime.auto._LOOK_EVERY", 1)
+    monkeypatch.setattr("penstock.runtime.auto.auto_pilot._LOOK_EVERY", 1)
     run = AutoRun("mlp", (0, 1), num_steps=14, options={"replan_when": 2.0})
     with caplog.at_level(logging.INFO, logger="penstock"):
         run_locally(run)

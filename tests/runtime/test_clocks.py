@@ -12,7 +12,7 @@ import penstock
 from local_steps import FOUR_STAGES, mean_square, mlp, mlp_batch
 from penstock import LocalGroup, Pipeline
 from penstock.ir import Rank
-from penstock.runtime.clocks import seconds_ahead
+from penstock.runtime.recording.clocks import seconds_ahead
 from stage_training import make_stages
 
 CPU = torch.device("cpu")

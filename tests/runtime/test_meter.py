@@ -15,11 +15,11 @@ from penstock.comm import AbstractComm
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, SendGradient
 from penstock.ir.action import compute_parts
 from penstock.passes import split_backward
-from penstock.runtime.held import HeldBytes
-from penstock.runtime.messages import Form
-from penstock.runtime.meter import Meter, Timing
-from penstock.runtime.pilot import AbstractPilot
-from penstock.runtime.routes import Key, Routes
+from penstock.runtime.auto.pilot import AbstractPilot
+from penstock.runtime.measuring.held_bytes import HeldBytes
+from penstock.runtime.measuring.meter import Meter, Timing
+from penstock.runtime.messages.forms import Form
+from penstock.runtime.messages.routes import Key, Routes
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 8, 16

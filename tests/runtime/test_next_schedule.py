@@ -7,7 +7,7 @@ import pytest
 from penstock import CostTable, Placement, ScheduleError, schedules, simulate
 from penstock.ir import Backward, Forward
 from penstock.ir.action import compute_parts
-from penstock.runtime.next_schedule import Outlook, choose_next
+from penstock.runtime.auto.next_schedule import Outlook, choose_next
 from penstock.solver import Problem
 from penstock.solver.safe_schedules import one_at_a_time, safe_schedule
 

@@ -17,7 +17,7 @@ from penstock import (
     schedules,
 )
 from penstock.ir.action import compute_parts
-from penstock.runtime.recorder import MOST_STEPS
+from penstock.runtime.recording.recorder import MOST_STEPS
 from stage_training import make_stages
 
 BATCH = mlp_batch()

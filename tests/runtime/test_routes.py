@@ -14,8 +14,8 @@ from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Placem
 from penstock.ir.action import SEND_TYPES, compute_parts
 from penstock.ir.inputs import Channel, Described, Inputs
 from penstock.passes import add_comms
+from penstock.runtime.messages.routes import Key, Routes, Skip
 from penstock.runtime.program import Program, Task, forward_only, make_program
-from penstock.runtime.routes import Key, Routes, Skip
 from penstock.schedules import Shape
 from penstock.schedules.registry import REGISTRY
 from shapes import make, shapes

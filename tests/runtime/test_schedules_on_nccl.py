@@ -10,8 +10,8 @@ from nccl_stand_in import Pairs, StandInComm
 from penstock import CommError, LocalGroup, Schedule, local_ranks, schedules
 from penstock.comm.links import NcclLink
 from penstock.ir.inputs import Channel
+from penstock.runtime.messages.routes import used_channels
 from penstock.runtime.program import forward_only
-from penstock.runtime.routes import used_channels
 from penstock.schedules.registry import REGISTRY
 from shapes import make, shapes
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from penstock.errors import ScheduleError, StageError
 from penstock.microbatches.loss_weights import LossWeight
 from penstock.runtime import Pipeline
-from penstock.runtime.auto import DEFAULT_SEARCH_S
+from penstock.runtime.auto.auto_pilot import DEFAULT_SEARCH_S
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.step import LossFn
 from penstock.schedules import get

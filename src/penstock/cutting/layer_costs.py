@@ -29,6 +29,7 @@ from penstock.errors import CostError
 from penstock.ir import StageId
 from penstock.stage.outputs import as_arguments
 from penstock.stage.passage import needs_grad, stand_in_for
+from penstock.stage.unchanged import kept_as_it_was
 
 # A forward and the two halves of its backward do about the same work.
 _PASSES = 3
@@ -274,19 +275,3 @@ def _counting_saved() -> Iterator[_Saved]:
     saved = _Saved()
     with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
         yield saved
-
-
-@contextmanager
-def kept_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Puts back what running a module changes: its buffers, and the random state."""
-    before = [(owner, dict(owner._buffers)) for owner in module.modules()]
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        for owner, buffers in before:  # Some may have been registered, removed or replaced.
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
-        for buffer, value in values:
-            buffer.copy_(value)

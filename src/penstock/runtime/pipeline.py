@@ -23,8 +23,13 @@ from penstock.microbatches.loss_weights import (
     sum_over_replicas,
 )
 from penstock.microbatches.splitting import split_target
-from penstock.runtime.auto import DEFAULT_SEARCH_S, Auto, AutoOptions
-from penstock.runtime.checks import (
+from penstock.runtime.auto.auto_pilot import DEFAULT_SEARCH_S, Auto, AutoOptions
+from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
+from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.messages.forms import Form
+from penstock.runtime.messages.routes import Key, RankSkips, check_skips, used_channels
+from penstock.runtime.messages.wire import Wire
+from penstock.runtime.pipeline_checks import (
     as_schedule,
     check_count,
     check_fit,
@@ -38,16 +43,11 @@ from penstock.runtime.checks import (
     check_takes_weights,
     check_timeout,
 )
-from penstock.runtime.messages import Form
-from penstock.runtime.meter import Meter
-from penstock.runtime.pilot import AbstractPilot, gathered_placement
-from penstock.runtime.programs import Programs, warn_of_compiled
-from penstock.runtime.recorded_block import active_run
-from penstock.runtime.recorder import Recorder
-from penstock.runtime.routes import Key, RankSkips, check_skips, used_channels
+from penstock.runtime.rank_programs import Programs, warn_of_compiled
+from penstock.runtime.recording.recorded_block import active_run
+from penstock.runtime.recording.recorder import Recorder
 from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
-from penstock.runtime.tied import TiedGrads, Ties, claim, tie
-from penstock.runtime.wire import Wire
+from penstock.runtime.tied_parameters import TiedGrads, Ties, claim, tie
 from penstock.sealed import Sealed
 from penstock.stage import PipelineStage
 from penstock.timeline import Recording

@@ -22,7 +22,7 @@ from penstock.ir import (
 from penstock.ir.action import RECV_TYPES, SEND_TYPES, Send, SingleCompute, compute_parts, parts
 from penstock.ir.inputs import Described, Input
 from penstock.passes import add_comms
-from penstock.runtime.routes import Key, Routes, Skip
+from penstock.runtime.messages.routes import Key, Routes, Skip
 
 
 @dataclass(frozen=True, slots=True)

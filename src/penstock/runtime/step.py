@@ -23,13 +23,13 @@ from penstock.ir import (
 from penstock.ir.action import SEND_TYPES
 from penstock.microbatches.hidden_tensors import hides_gradient
 from penstock.microbatches.loss_weights import LossWeight, LossWeights
-from penstock.runtime.held import HeldBytes, Note, note_nothing
-from penstock.runtime.messages import flatten, unflatten
-from penstock.runtime.meter import Meter
+from penstock.runtime.measuring.held_bytes import HeldBytes, Note, note_nothing
+from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.messages.forms import flatten, unflatten
+from penstock.runtime.messages.routes import Key
+from penstock.runtime.messages.wire import Wire
 from penstock.runtime.program import Entry, Program, Task
-from penstock.runtime.routes import Key
-from penstock.runtime.tied import TiedGrads
-from penstock.runtime.wire import Wire
+from penstock.runtime.tied_parameters import TiedGrads
 from penstock.stage import PipelineStage
 from penstock.stage.outputs import as_outputs
 from penstock.stage.passage import Passage, WeightBackward, do_nothing, needs_grad, stand_in_for

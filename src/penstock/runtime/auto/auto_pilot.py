@@ -20,16 +20,16 @@ from typing import Any
 import torch
 
 from penstock.comm import AbstractComm
+from penstock.comm.decisions import decide
 from penstock.errors import ScheduleError, StageError
 from penstock.ir import Placement, Schedule, StageId
 from penstock.passes.held_memory import cap_of_each_rank
-from penstock.runtime.exchange import decide
-from penstock.runtime.measure import Measuring, Share, join, receipt_s
-from penstock.runtime.messages import Form
-from penstock.runtime.meter import Meter
-from penstock.runtime.next_schedule import NextSchedule, choose_next
-from penstock.runtime.pilot import AbstractPilot
-from penstock.runtime.routes import Key, Routes
+from penstock.runtime.auto.next_schedule import NextSchedule, choose_next
+from penstock.runtime.auto.pilot import AbstractPilot
+from penstock.runtime.measuring.measuring_steps import Measuring, Share, join, receipt_s
+from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.messages.forms import Form
+from penstock.runtime.messages.routes import Key, Routes
 from penstock.sim.simulator import duration
 from penstock.solver.safe_schedules import safe_schedule
 

@@ -8,9 +8,9 @@ import torch
 from penstock.comm import AbstractComm
 from penstock.errors import AgreementError
 from penstock.ir import Placement, Schedule, StageId
-from penstock.runtime.messages import Form
-from penstock.runtime.meter import Meter
-from penstock.runtime.routes import Key, Routes
+from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.messages.forms import Form
+from penstock.runtime.messages.routes import Key, Routes
 
 
 class AbstractPilot(ABC):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from penstock.errors import RecordError
-from penstock.runtime.recorder import Recorder
+from penstock.runtime.recording.recorder import Recorder
 from penstock.timeline import Recording
 
 # Each rank has its own, also where ranks are threads of one process.

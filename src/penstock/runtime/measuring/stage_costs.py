@@ -9,22 +9,22 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.comm import AbstractComm
+from penstock.comm.decisions import decide
 from penstock.costs import CostTable
-from penstock.cutting.layer_costs import kept_as_it_was
 from penstock.errors import CostError
 from penstock.ir import Placement, Schedule
 from penstock.runtime import Pipeline
-from penstock.runtime.exchange import decide
-from penstock.runtime.measure import Measuring, join
-from penstock.runtime.messages import Form
-from penstock.runtime.meter import Meter
-from penstock.runtime.pilot import AbstractPilot
+from penstock.runtime.auto.pilot import AbstractPilot
+from penstock.runtime.measuring.measuring_steps import Measuring, join
+from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.messages.forms import Form
+from penstock.runtime.messages.routes import Key, Routes
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
-from penstock.runtime.routes import Key, Routes
 from penstock.runtime.step import LossFn
 from penstock.solver.safe_schedules import safe_schedule
 from penstock.stage import PipelineStage
 from penstock.stage.passage import stand_in_for
+from penstock.stage.unchanged import kept_as_it_was
 
 
 def measure_costs(

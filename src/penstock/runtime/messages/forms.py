@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.comm.pending import waited
 from penstock.errors import PipeliningShapeError, StageError
-from penstock.runtime.sendable import find_fault
+from penstock.runtime.messages.sendable import find_fault
 from penstock.stage.examples import check_tensor
 
 

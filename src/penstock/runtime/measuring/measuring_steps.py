@@ -25,11 +25,11 @@ from penstock.ir import (
 )
 from penstock.ir.action import SingleCompute
 from penstock.passes import split_backward
-from penstock.runtime.held import HeldBytes
-from penstock.runtime.messages import Form
-from penstock.runtime.meter import Meter, Timing
-from penstock.runtime.pings import Edge, measure_edges
-from penstock.runtime.routes import Key, Routes
+from penstock.runtime.measuring.held_bytes import HeldBytes
+from penstock.runtime.measuring.message_times import Edge, measure_edges
+from penstock.runtime.measuring.meter import Meter, Timing
+from penstock.runtime.messages.forms import Form
+from penstock.runtime.messages.routes import Key, Routes
 
 
 class _Kind(Enum):

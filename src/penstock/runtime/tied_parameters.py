@@ -23,7 +23,7 @@ from penstock.comm.pending import waited
 from penstock.errors import AgreementError, StageError
 from penstock.ir import Rank, StageId
 from penstock.ir.inputs import Channel
-from penstock.runtime.messages import as_sent
+from penstock.runtime.messages.forms import as_sent
 from penstock.stage import PipelineStage
 
 _TAKES_FLAGS = "rank {} to take which gradients of tied parameters there are".format

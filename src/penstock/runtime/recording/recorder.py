@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from penstock.comm import AbstractComm, check_agreement
+from penstock.comm.decisions import decide
 from penstock.ir import Placement, Schedule
 from penstock.ir.action import SingleCompute
-from penstock.runtime.clocks import seconds_ahead
-from penstock.runtime.exchange import decide
-from penstock.runtime.meter import Meter
+from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.recording.clocks import seconds_ahead
 from penstock.timeline import RecordedStep, Recording, Timeline
 
 MOST_STEPS = 100

@@ -13,11 +13,11 @@ from penstock.comm import AbstractComm, Transfer
 from penstock.comm.base import copy_of
 from penstock.errors import StageError
 from penstock.ir import Rank
-from penstock.runtime.messages import Form, as_sent, pickle_form
-from penstock.runtime.meter import Meter
+from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.messages.forms import Form, as_sent, pickle_form
+from penstock.runtime.messages.routes import Key
+from penstock.runtime.messages.sendable import check_mode
 from penstock.runtime.program import Program
-from penstock.runtime.routes import Key
-from penstock.runtime.sendable import check_mode
 
 # How many messages of a channel are posted while one is waited for, that one included: the next
 # can come while the rank computes.

@@ -14,7 +14,7 @@ import torch
 from penstock.comm.base import Describe, Transfer
 from penstock.ir import Backward, BackwardInput, Forward, SendActivation
 from penstock.ir.action import SEND_TYPES, Send, SingleCompute
-from penstock.runtime.held import HeldBytes
+from penstock.runtime.measuring.held_bytes import HeldBytes
 
 
 def now_s(device: torch.device) -> float:

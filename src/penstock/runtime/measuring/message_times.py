@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from penstock.comm import AbstractComm, Transfer
+from penstock.comm.decisions import recv_value, send_value
 from penstock.ir import Placement, Rank
-from penstock.runtime.exchange import recv_value, send_value
-from penstock.runtime.messages import Form
-from penstock.runtime.meter import now_s
+from penstock.runtime.measuring.meter import now_s
+from penstock.runtime.messages.forms import Form
 
 _NUM_PINGS = 9
 # A rank that waits in a step has slept for a while, and takes longer to wake up than one that has

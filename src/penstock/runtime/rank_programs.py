@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from penstock.ir import Rank, Schedule, StageId
+from penstock.runtime.messages.routes import Skip
 from penstock.runtime.program import Program, forward_only, make_program, split_stages
-from penstock.runtime.routes import Skip
 
 
 @dataclass(frozen=True, slots=True)

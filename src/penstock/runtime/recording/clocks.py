@@ -5,8 +5,8 @@ import time
 import torch
 
 from penstock.comm import AbstractComm
+from penstock.comm.decisions import channels_of_rank_0
 from penstock.ir import Rank
-from penstock.runtime.exchange import channels_of_rank_0
 
 _NUM_ROUNDS = 15
 

@@ -1,0 +1,1 @@
+"""The schedule that is found while training."""

@@ -1,0 +1,1 @@
+"""What stages and messages cost, measured in real steps."""

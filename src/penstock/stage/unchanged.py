@@ -1,0 +1,23 @@
+"""Running a module without leaving a trace in it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def kept_as_it_was(module: nn.Module) -> Iterator[None]:
+    """Puts back what running a module changes: its buffers, and the random state."""
+    before = [(owner, dict(owner._buffers)) for owner in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for owner, buffers in before:  # Some may have been registered, removed or replaced.
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
+        for buffer, value in values:
+            buffer.copy_(value)
