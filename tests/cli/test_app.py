@@ -194,7 +194,7 @@ def test_interrupt_is_told_in_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
     def be_interrupted(path: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("penstock.cli.verify.read_file", be_interrupted)
+    monkeypatch.setattr("penstock.cli.verify_command.read_file", be_interrupted)
     assert (130, "", "interrupted\n") == run("verify", "any.csv")
 
 
@@ -221,7 +221,7 @@ def test_numbers_that_are_too_large_all_the_same_are_told_in_one_line(
     def fail(path: str) -> None:
         raise failure
 
-    monkeypatch.setattr("penstock.cli.verify.read_file", fail)
+    monkeypatch.setattr("penstock.cli.verify_command.read_file", fail)
     assert run("verify", "any.csv").error.startswith("the numbers are too large (")
 
 

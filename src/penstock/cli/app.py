@@ -12,17 +12,17 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.compare import compare
-from penstock.cli.convert import convert
-from penstock.cli.demo import demo
-from penstock.cli.listing import list_schedules
-from penstock.cli.plan import plan
-from penstock.cli.search import search
-from penstock.cli.show import show
-from penstock.cli.simulate import simulate
-from penstock.cli.studio import studio
-from penstock.cli.train import train
-from penstock.cli.verify import verify
+from penstock.cli.compare_command import compare
+from penstock.cli.convert_command import convert
+from penstock.cli.demo_command import demo
+from penstock.cli.list_command import list_schedules
+from penstock.cli.plan_command import plan
+from penstock.cli.search_command import search
+from penstock.cli.show_command import show
+from penstock.cli.simulate_command import simulate
+from penstock.cli.studio_command import studio
+from penstock.cli.train_command import train
+from penstock.cli.verify_command import verify
 from penstock.errors import PipelineError
 
 _INTERRUPTED = 130  # As shells have it: 128, and the number of the signal.

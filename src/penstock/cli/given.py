@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.cli.costs import costs_of, read_costs
+from penstock.cli.costs_option import costs_of, read_costs
 from penstock.cli.files import PIPE, read_text
 from penstock.costs.given_costs import GivenCosts, TableCosts
 from penstock.errors import OptionError, PipelineError, ScheduleError

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.costs import choose_stages_per_rank, read_costs
+from penstock.cli.costs_option import choose_stages_per_rank, read_costs
 from penstock.cli.facts import facts_of
 from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.given import ShapeOptions

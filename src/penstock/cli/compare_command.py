@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.costs import choose_stages_per_rank, read_costs
+from penstock.cli.costs_option import choose_stages_per_rank, read_costs
 from penstock.cli.facts import facts_of
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import (

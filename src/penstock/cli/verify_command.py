@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.costs import read_costs
+from penstock.cli.costs_option import read_costs
 from penstock.cli.given import Given, describe_shape, read_file
 from penstock.cli.options import CostsText, Memory
 from penstock.costs.amounts import to_caps

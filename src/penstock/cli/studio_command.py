@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.costs import read_costs
+from penstock.cli.costs_option import read_costs
 from penstock.cli.given import ShapeOptions
 from penstock.cli.options import CostsText, Delay, Memory, Microbatches, Ranks
 from penstock.costs.amounts import to_caps

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.costs import read_costs
+from penstock.cli.costs_option import read_costs
 from penstock.cli.files import PIPE, check_output
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import CostsText, Delay, Microbatches, Names, Ranks, StagesPerRank
