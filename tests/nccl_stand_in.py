@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock import LocalGroup
 from penstock.comm import AbstractComm, Describe, Transfer
-from penstock.comm.base import BEGINNING, Work
+from penstock.comm.abstract_comm import BEGINNING, Work
 from penstock.comm.channels import OpenChannels
 from penstock.comm.links import NcclLink
 from penstock.ir.inputs import Channel

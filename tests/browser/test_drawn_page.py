@@ -11,8 +11,8 @@ from selenium.webdriver.common.by import By
 from draw.panels import beneath_panel, overlap_panel, panel, unit_panel
 from penstock.costs.units import in_memory, in_time
 from penstock.draw.colours import colour
-from penstock.draw.page import page
 from penstock.draw.panel import Kind, Panel, bars
+from penstock.draw.web_page import page
 from penstock.timeline import RecordedStep, Recording
 
 pytestmark = pytest.mark.browser

@@ -23,7 +23,7 @@ from selenium.webdriver.support.select import Select
 
 from limits import HANG_S
 from penstock.schedules import names
-from penstock.studio.inputs import DEFAULTS
+from penstock.studio.typed_inputs import DEFAULTS
 from studio_process import Studio, studio
 
 pytestmark = pytest.mark.browser

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import run
 
-import penstock.cli.demo as module
+import penstock.cli.demo_command as module
 from penstock import Recording
 from penstock.cli.demo_report import Progress, report, sparkline
 from penstock.cli.screen import console

@@ -13,8 +13,8 @@ from command_line import run
 
 from limits import HANG_S
 from penstock import CostTable, schedules, simulate
-from penstock.studio.inputs import read_inputs
-from penstock.studio.serve import has_screen
+from penstock.studio.serving import has_screen
+from penstock.studio.typed_inputs import read_inputs
 from penstock.timeline import RecordedStep, Recording
 from process_marks import processes_with
 from studio_process import Studio, studio

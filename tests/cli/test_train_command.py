@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import run
 
-import penstock.cli.train as module
+import penstock.cli.train_command as module
 from limits import PROCESS_S
 from penstock import schedules
 from penstock.cli.train_display import Bar, JsonLines, Lines, Silence, make_display

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 from panels import overlap_panel, panel, unit_panel
 
-from penstock.draw.axis import axis
 from penstock.draw.cells import Scale, fit_scale, memory_levels, runs, slots
 from penstock.draw.panel import Panel
+from penstock.draw.time_axis import axis
 from penstock.timeline import MemoryPoint
 
 PANELS = [

@@ -7,7 +7,7 @@ from penstock.ir import Schedule
 from penstock.ir.walking import walk
 from penstock.passes import add_comms
 from penstock.schedules import REGISTRY
-from penstock.schedules.base import Generator
+from penstock.schedules.generator import Generator
 
 RULE = (
     "Ranks must not wait for each other in a circle. "

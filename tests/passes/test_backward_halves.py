@@ -5,7 +5,7 @@ import pytest
 from penstock.ir import Placement, Schedule
 from penstock.passes import add_comms, fuse_backward, split_backward, verify
 from penstock.schedules import REGISTRY
-from penstock.schedules.base import Generator
+from penstock.schedules.generator import Generator
 
 SPLIT = {
     "one microbatch": ("0F0,0B0\n", "0F0,0I0,0W0\n"),

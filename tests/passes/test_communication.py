@@ -8,7 +8,7 @@ from penstock.errors import ScheduleError
 from penstock.ir import Overlap, Placement, Schedule
 from penstock.passes import add_comms, remove_comms, split_backward, verify
 from penstock.schedules import REGISTRY
-from penstock.schedules.base import Generator
+from penstock.schedules.generator import Generator
 
 PLACED = {
     "one rank": ("0F0,1F0,1B0,0B0\n", "0F0,1F0,1B0,0B0\n"),

@@ -10,7 +10,7 @@ from penstock.draw.panel import Panel
 from penstock.errors import InputError
 from penstock.schedules import names
 from penstock.studio import answers
-from penstock.studio.inputs import Inputs, read_inputs
+from penstock.studio.typed_inputs import Inputs, read_inputs
 
 CSV, COSTS = answers.FILES["CSV"], answers.FILES["costs"]
 CLOCKS = ("makespan", "span")

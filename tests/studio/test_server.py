@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 
 from penstock.schedules import names
 from penstock.studio import answers
-from penstock.studio.inputs import DEFAULTS, Inputs
 from penstock.studio.server import make_app
+from penstock.studio.typed_inputs import DEFAULTS, Inputs
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from penstock.training.launch import STOPPED_BY_ANOTHER, Failure, first_cause, is_worker
+from penstock.training.launching import STOPPED_BY_ANOTHER, Failure, first_cause, is_worker
 
 
 @pytest.mark.parametrize(

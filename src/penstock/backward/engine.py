@@ -13,10 +13,10 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 
 from penstock.backward.groups import ParamGroup
-from penstock.backward.harvest import gradient_edge
+from penstock.backward.harvesting import gradient_edge
 from penstock.backward.input_half import Plan, plan_for, run_input_half
-from penstock.backward.leaf_modules import Sink, Tap, leaf_modules
-from penstock.backward.settle import carry_on, settle
+from penstock.backward.leaf_modules import Sink, Tap, find_leaf_modules
+from penstock.backward.settling import carry_on, settle
 from penstock.backward.sources import Work
 from penstock.backward.structure import (
     differentiable,
@@ -70,7 +70,7 @@ class SplitEngine(Sealed):
             )
         self.module = module
         self._sink = Sink()
-        self._leaves = leaf_modules(module, self._sink)
+        self._leaves = find_leaf_modules(module, self._sink)
         # Live: a parameter that is replaced is found, at less cost than module.parameters().
         self._parameters = [m._parameters for m in module.modules() if m._parameters]
         self._signals = any(_is_held(param) for param in self._trainable())

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.backward.groups import ParamGroup
-from penstock.backward.harvest import gradient_edge
+from penstock.backward.harvesting import gradient_edge
 from penstock.backward.input_half import arrived_group, plan_for, run_input_half
-from penstock.backward.settle import carry_on, settle
+from penstock.backward.settling import carry_on, settle
 from penstock.backward.sources import Work
 from penstock.backward.structure import describe, differentiable, pair_with_grads, spread_over
 from penstock.backward.translate import translated

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from penstock.backward.groups import Gradients, ParamGroup
-from penstock.backward.harvest import Cluster, gradient_edge, harvest
-from penstock.backward.settle import hooks_put_off
+from penstock.backward.harvesting import Cluster, gradient_edge, harvest
+from penstock.backward.settling import hooks_put_off
 from penstock.backward.sources import Passage, Source
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 
-from penstock.backward.settle import Terms, is_plain
+from penstock.backward.settling import Terms, is_plain
 from penstock.backward.terms import (
     ConvolutionGeometry,
     ConvolutionGrads,
@@ -167,7 +167,7 @@ class LeafModule(NamedTuple):
     forward: Forward
 
 
-def leaf_modules(root: nn.Module, sink: Sink) -> list[LeafModule]:
+def find_leaf_modules(root: nn.Module, sink: Sink) -> list[LeafModule]:
     """Every leaf module under `root` that can put off its weight gradients."""
     found: list[LeafModule] = []
     for module in dict.fromkeys(_modules(root)):

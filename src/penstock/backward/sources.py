@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from penstock.backward.settle import Tails, Terms, is_plain
+from penstock.backward.settling import Tails, Terms, is_plain
 from penstock.backward.terms import (
     ConvolutionGeometry,
     ConvolutionGrads,

@@ -12,7 +12,7 @@ from penstock.cli.screen import console
 from penstock.errors import OptionError
 from penstock.schedules import get
 from penstock.training.choices import check_run
-from penstock.training.launch import is_worker
+from penstock.training.launching import is_worker
 from penstock.training.orders import AUTO, is_file
 from penstock.training.settings import GptConfig, TrainConfig
 from penstock.training.text import Text

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.screen import print_table
 from penstock.draw import Panel, save
 from penstock.draw.curves import loss_curves
-from penstock.draw.terminal import print_panels
+from penstock.draw.in_terminal import print_panels
 from penstock.training.settings import TrainConfig
 from penstock.training.side_by_side import Contender
 from penstock.training.trainer import StepDone

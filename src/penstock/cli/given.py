@@ -13,7 +13,7 @@ from penstock.errors import OptionError, PipelineError, ScheduleError
 from penstock.ir import Schedule
 from penstock.passes import verify
 from penstock.schedules import get
-from penstock.schedules.base import Generator
+from penstock.schedules.generator import Generator
 from penstock.solver.placement_choices import describe
 from penstock.timeline import Recording
 from penstock.training.settings import check_size

@@ -3,7 +3,7 @@
 from penstock.cli.options import AsJson
 from penstock.cli.screen import print_json, print_table
 from penstock.schedules import REGISTRY
-from penstock.schedules.base import Generator, Shape
+from penstock.schedules.generator import Generator, Shape
 from penstock.solver.placement_choices import describe
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from penstock.errors import CommError
-from penstock.training.launch import STOPPED_BY_ANOTHER, end_with_launcher, launch
+from penstock.training.launching import STOPPED_BY_ANOTHER, end_with_launcher, launch
 
 _LINGER_S = 1.0
 

@@ -75,7 +75,7 @@ def show(
     panels = [_panel(one, chosen, is_in_seconds) for one in given]
     if output in (None, PIPE):
         # rich is loaded for the terminal alone.
-        from penstock.draw.terminal import print_panels
+        from penstock.draw.in_terminal import print_panels
 
         print_panels(panels, console(width))
         return

@@ -9,7 +9,7 @@ from penstock.cli.given import ShapeOptions
 from penstock.cli.options import CostsText, Delay, Memory, Microbatches, Ranks
 from penstock.costs.amounts import to_caps
 from penstock.costs.given_costs import ShareCosts
-from penstock.studio.inputs import DEFAULTS, fields_of, read_inputs
+from penstock.studio.typed_inputs import DEFAULTS, fields_of, read_inputs
 
 
 def studio(
@@ -52,7 +52,7 @@ def studio(
             fields["units"] = "seconds and bytes"
     read_inputs(fields)  # What is wrong is said here, not in the browser.
     # uvicorn and starlette take a while to load.
-    from penstock.studio.serve import serve
+    from penstock.studio.serving import serve
 
     changed = {name: text for name, text in fields.items() if text != DEFAULTS[name]}
     serve(changed, port=port, is_opened=is_opened)

@@ -10,7 +10,7 @@ import typer
 from penstock.cli.ranks import be_rank, start_ranks
 from penstock.cli.train_display import make_display
 from penstock.training.choices import Choices, check_run
-from penstock.training.launch import is_worker
+from penstock.training.launching import is_worker
 from penstock.training.saved import saved_steps
 from penstock.training.settings import SIZES, TrainConfig
 from penstock.training.text import Text

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from penstock.comm.base import AbstractLink, Work, as_bytes
+from penstock.comm.abstract_comm import AbstractLink, Work, as_bytes
 from penstock.ir import Rank
 from penstock.ir.inputs import Channel
 

@@ -13,7 +13,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.comm.base import BEGINNING, AbstractComm, Describe, Transfer, as_bytes, copy_of
+from penstock.comm.abstract_comm import (
+    BEGINNING,
+    AbstractComm,
+    Describe,
+    Transfer,
+    as_bytes,
+    copy_of,
+)
 from penstock.comm.channels import OpenChannels
 from penstock.errors import CommError, StageError
 from penstock.ir import Rank

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
-from penstock.backward.settle import PLAIN_TYPES
+from penstock.backward.settling import PLAIN_TYPES
 
 Value = TypeVar("Value")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from penstock.comm import shared_memory
-from penstock.comm.base import (
+from penstock.comm.abstract_comm import (
     BEGINNING,
     AbstractComm,
     AbstractLink,

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock.comm.base import AbstractLink, Work
+from penstock.comm.abstract_comm import AbstractLink, Work
 from penstock.ir.inputs import Channel
 
 _PACKET = struct.Struct("=qqq")

@@ -19,7 +19,7 @@ _SUFFIXES = {
 def show(panels: Sequence[Panel]) -> None:
     """Prints the panels in the terminal, under each other."""
     # What one drawing needs is not loaded for another: matplotlib takes a while.
-    from penstock.draw.terminal import print_panels
+    from penstock.draw.in_terminal import print_panels
 
     check_panels(panels)
     print_panels(panels)
@@ -47,14 +47,14 @@ def save(panels: Sequence[Panel], path: str | PathLike[str], *, dark: bool = Fal
 
 def _write(panels: Sequence[Panel], path: Path, suffix: str, dark: bool) -> None:
     if suffix in PICTURES:
-        from penstock.draw.picture import picture
+        from penstock.draw.picture_file import picture
 
         picture(panels, path, dark=dark)
     elif suffix == ".html":
-        from penstock.draw.page import page
+        from penstock.draw.web_page import page
 
         path.write_text(page(panels), encoding="utf-8")
     else:
-        from penstock.draw.trace import trace
+        from penstock.draw.perfetto import trace
 
         path.write_text(trace(panels), encoding="utf-8")

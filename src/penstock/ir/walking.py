@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Rank
-from penstock.ir.excerpt import excerpt, locate
+from penstock.ir.excerpts import excerpt, locate
 from penstock.ir.inputs import Input, Inputs
 from penstock.ir.schedule import Schedule
 

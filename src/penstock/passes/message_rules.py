@@ -2,7 +2,7 @@
 
 from penstock.ir import Rank, Schedule
 from penstock.ir.action import RECV_TYPES, SEND_TYPES
-from penstock.ir.excerpt import error_at
+from penstock.ir.excerpts import error_at
 from penstock.ir.inputs import Channel, Input, Inputs
 
 

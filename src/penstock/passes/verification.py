@@ -12,7 +12,7 @@ from penstock.ir import (
     Schedule,
 )
 from penstock.ir.action import COMM_TYPES, Comm, SingleCompute, parts
-from penstock.ir.excerpt import error_at
+from penstock.ir.excerpts import error_at
 from penstock.ir.walking import walk
 from penstock.passes.held_memory import (
     ROUNDING,

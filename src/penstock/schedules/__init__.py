@@ -1,6 +1,6 @@
 """Algorithms that make schedules, one file each."""
 
-from penstock.schedules.base import (
+from penstock.schedules.generator import (
     Bubble,
     Generator,
     Orders,

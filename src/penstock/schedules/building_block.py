@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from penstock.ir import Action, BackwardInput, BackwardWeight, Forward
-from penstock.schedules.base import Orders, Shape, Times
+from penstock.schedules.generator import Orders, Shape, Times
 
 _PERIOD = 6  # F, I and W of two stages.
 

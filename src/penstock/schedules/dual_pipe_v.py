@@ -16,7 +16,7 @@ Holds p + 1/2 microbatches: half a microbatch more than ZB-V, as a pair holds bo
 """
 
 from penstock.ir import Action
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, v_shape
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, v_shape
 from penstock.schedules.writer import Writer
 
 

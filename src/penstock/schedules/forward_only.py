@@ -9,7 +9,7 @@ With several stages per rank, all microbatches go through a stage before the nex
 """
 
 from penstock.ir import Forward
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, loop
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, loop
 
 
 def _bubble(shape: Shape, times: Times) -> float:

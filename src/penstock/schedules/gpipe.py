@@ -7,7 +7,7 @@ rank 2        F0 F1 F2 B0 B1 B2
 """
 
 from penstock.ir import Backward, Forward
-from penstock.schedules.base import Bubble, Generator, Orders, Shape
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape
 
 
 def _orders(shape: Shape) -> Orders:

@@ -13,8 +13,8 @@ every m; a larger round holds more memory.
 from itertools import pairwise
 
 from penstock.ir import Action, Backward, Forward
-from penstock.schedules.alternate import alternate
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, loop
+from penstock.schedules.alternation import alternate
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, loop
 
 
 def rounds(shape: Shape) -> list[range]:

@@ -11,7 +11,7 @@ These are the bubbles that arXiv:2401.10241 publishes for interleaved 1F1B (tabl
 the same clock, Megatron's order has p * c more. Which order was used there is not known to us.
 """
 
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, loop
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, loop
 from penstock.schedules.interleaved_1f1b import forwards_ahead, interleave
 
 _LEAD = 1

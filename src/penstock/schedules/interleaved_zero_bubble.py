@@ -6,8 +6,8 @@ divides m, and a v-th of ZB-H1's bubble. With one stage per rank it is ZB-H1. ar
     rank 1  .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 …
 """
 
-from penstock.schedules.alternate import delay_weights
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, loop
+from penstock.schedules.alternation import delay_weights
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, loop
 from penstock.schedules.interleaved_1f1b import forwards_ahead, interleave
 
 

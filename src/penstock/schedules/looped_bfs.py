@@ -9,7 +9,7 @@ needed in one piece of time: good with sharded data parallelism. Needs m >= p to
 """
 
 from penstock.ir import Backward, Forward
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, loop
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, loop
 
 
 def _orders(shape: Shape) -> Orders:

@@ -9,8 +9,8 @@ Delays add up: each p microbatches wait for a message to go down and up once.
 """
 
 from penstock.ir import Backward, Forward
-from penstock.schedules.alternate import alternate
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times
+from penstock.schedules.alternation import alternate
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times
 
 
 def _bubble(shape: Shape, times: Times) -> float:

@@ -4,9 +4,9 @@ import difflib
 from typing import Final
 
 from penstock.errors import ScheduleError
-from penstock.schedules.base import Generator
 from penstock.schedules.dual_pipe_v import dual_pipe_v
 from penstock.schedules.forward_only import forward_only
+from penstock.schedules.generator import Generator
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.interleaved_1f1b import interleaved_1f1b
 from penstock.schedules.interleaved_ahead import interleaved_ahead

@@ -9,8 +9,8 @@ arXiv:2405.15362. Holds (p + 2) // 2 microbatches at most.
 The order is made for F = I = W; with other times it still holds no more, but ranks wait more.
 """
 
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, v_shape
 from penstock.schedules.building_block import Block, passes_are_equal, repeat_block
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, v_shape
 
 
 def _orders(shape: Shape) -> Orders:

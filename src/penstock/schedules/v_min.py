@@ -10,8 +10,8 @@ The order is made for F = I = W; with other times it still holds no more, but ra
 period, so that the bubble grows with m.
 """
 
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, v_shape
 from penstock.schedules.building_block import Block, passes_are_equal, repeat_block
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, v_shape
 
 
 def _orders(shape: Shape) -> Orders:

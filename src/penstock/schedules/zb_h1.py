@@ -6,8 +6,8 @@ rank 1     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
 rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 """
 
-from penstock.schedules.alternate import delay_weights
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times
+from penstock.schedules.alternation import delay_weights
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times
 from penstock.schedules.one_f_one_b import one_f_one_b
 
 

@@ -9,8 +9,8 @@ arXiv:2401.10241 section 2.
 """
 
 from penstock.ir import Backward, Forward
-from penstock.schedules.alternate import alternate, delay_weights
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times
+from penstock.schedules.alternation import alternate, delay_weights
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times
 
 
 def _bubble(shape: Shape, times: Times) -> float:

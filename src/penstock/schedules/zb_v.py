@@ -16,8 +16,8 @@ gaps that they leave are squeezed out. It takes time for 2p - 1 microbatches all
 
 from penstock.ir import Action
 from penstock.ir.action import compute_parts
-from penstock.schedules.base import Bubble, Generator, Orders, Shape, Times, v_shape
 from penstock.schedules.building_block import squeeze
+from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, v_shape
 from penstock.schedules.writer import Writer
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from penstock.costs.units import in_time
 from penstock.ir import Placement, Schedule
-from penstock.schedules.base import Generator, Shape
+from penstock.schedules.generator import Generator, Shape
 from penstock.sim import simulate
 from penstock.solver import Problem, lower_bound
 from penstock.solver.best_schedule import find_best

@@ -29,7 +29,7 @@ from penstock.ir import (
 )
 from penstock.ir.action import compute_parts
 from penstock.passes.held_memory import ROUNDING, cap_of_each_rank
-from penstock.schedules.base import Clock
+from penstock.schedules.generator import Clock
 from penstock.timeline import Report
 
 FORWARD, INPUT, WEIGHT, FULL = range(4)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from penstock.costs.given_costs import GivenCosts
 from penstock.costs.units import in_memory
 from penstock.ir import Placement
-from penstock.schedules.base import Clock
+from penstock.schedules.generator import Clock
 from penstock.solver import Problem
 from penstock.timeline import Report
 

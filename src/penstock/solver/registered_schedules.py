@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from penstock.ir import Forward, Placement, Schedule
 from penstock.schedules import REGISTRY
-from penstock.schedules.base import Shape
+from penstock.schedules.generator import Shape
 
 
 def registered(placement: Placement, num_microbatches: int) -> Iterator[tuple[str, Schedule]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 
 from penstock.ir import Schedule
-from penstock.schedules.base import Clock
+from penstock.schedules.generator import Clock
 from penstock.timeline import Report
 
 

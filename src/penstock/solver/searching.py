@@ -11,7 +11,7 @@ from penstock.costs import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import Placement, Schedule
 from penstock.passes.held_memory import ROUNDING
-from penstock.schedules.base import Clock
+from penstock.schedules.generator import Clock
 from penstock.sim import simulate
 from penstock.solver.annealing import anneal
 from penstock.solver.bounds import lower_bound

@@ -8,7 +8,7 @@ from typing import Final, NotRequired, TypedDict
 
 from penstock.costs.units import in_memory, in_time
 from penstock.draw import Panel, save
-from penstock.draw.page import PageData, page_data
+from penstock.draw.web_page import PageData, page_data
 from penstock.errors import InputError, ScheduleError
 from penstock.ir import Placement, Schedule
 from penstock.schedules import REGISTRY, get
@@ -19,8 +19,8 @@ from penstock.solver.comparison import SEARCHED, Comparison, Row
 from penstock.solver.placement_choices import default_placements, describe
 from penstock.solver.problem import nothing_fits
 from penstock.solver.question import Question
-from penstock.studio.inputs import Inputs
-from penstock.studio.python_text import python_text
+from penstock.studio.generated_python import python_text
+from penstock.studio.typed_inputs import Inputs
 from penstock.timeline import Report
 
 # What a name ends in, for each kind of file.

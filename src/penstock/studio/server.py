@@ -25,14 +25,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.draw.page import page_script, page_style
+from penstock.draw.web_page import page_script, page_style
 from penstock.errors import InputError
 from penstock.schedules import REGISTRY
 from penstock.solver import SearchResult
 from penstock.solver.comparison import SEARCHED
 from penstock.studio import answers
-from penstock.studio.inputs import CHOICES, DEFAULTS, LARGEST, Inputs, read_inputs
-from penstock.studio.searching import search_apart
+from penstock.studio.search_process import search_apart
+from penstock.studio.typed_inputs import CHOICES, DEFAULTS, LARGEST, Inputs, read_inputs
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from penstock.costs.cost_table import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import Action, Rank
 from penstock.ir.action import Forward, compute_parts, is_compute
-from penstock.timeline.memory_curve import MemoryPoint, memory_curve, peak_memory
+from penstock.timeline.memory_over_time import MemoryPoint, memory_curve, peak_memory
 from penstock.timeline.timeline import Timeline
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.errors import OptionError
-from penstock.training.launch import is_worker
+from penstock.training.launching import is_worker
 from penstock.training.orders import AUTO, choose_orders, is_file, read_schedule
 from penstock.training.saved import Saved, check_folder, check_same, find_latest
 from penstock.training.settings import SIZES, GptConfig, TrainConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agreement
-from penstock.comm.base import Transfer
+from penstock.comm.abstract_comm import Transfer
 from penstock.errors import OptionError
 from penstock.ir import Rank, Schedule
 from penstock.ir.inputs import Channel

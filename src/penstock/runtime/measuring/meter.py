@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.comm.base import Describe, Transfer
+from penstock.comm.abstract_comm import Describe, Transfer
 from penstock.ir import Backward, BackwardInput, Forward, SendActivation
 from penstock.ir.action import SEND_TYPES, Send, SingleCompute
 from penstock.runtime.measuring.held_bytes import HeldBytes

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.backward.settle import PLAIN_TYPES
+from penstock.backward.settling import PLAIN_TYPES
 from penstock.errors import StageError
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.comm import AbstractComm, Transfer
-from penstock.comm.base import copy_of
+from penstock.comm.abstract_comm import copy_of
 from penstock.errors import StageError
 from penstock.ir import Rank
 from penstock.runtime.measuring.meter import Meter

@@ -14,7 +14,7 @@ from penstock.costs import CostTable
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Forward, Placement, Schedule
 from penstock.ir.action import compute_parts
-from penstock.schedules.base import Clock
+from penstock.schedules.generator import Clock
 from penstock.sim import simulate
 from penstock.solver.exact.incumbent import ExactProgress, Incumbent
 from penstock.solver.exact.ticks import TickProblem, to_ticks

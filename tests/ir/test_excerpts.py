@@ -4,7 +4,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.ir import Forward
-from penstock.ir.excerpt import error_at, excerpt, locate
+from penstock.ir.excerpts import error_at, excerpt, locate
 
 TWELVE = [Forward(0, mb) for mb in range(12)]
 

@@ -10,7 +10,7 @@ from penstock.costs.given_costs import ShareCosts
 from penstock.costs.units import MemoryUnit, TimeUnit
 from penstock.errors import InputError, OptionError
 from penstock.schedules import names
-from penstock.schedules.base import Clock
+from penstock.schedules.generator import Clock
 from penstock.solver.comparison import SEARCHED
 from penstock.solver.question import Question
 

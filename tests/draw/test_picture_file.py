@@ -12,7 +12,7 @@ from panels import beneath_panel, overlap_panel, panel, schedule, unit_panel
 from penstock.costs import CostTable
 from penstock.draw.colours import colour
 from penstock.draw.panel import Kind, Panel, bars
-from penstock.draw.picture import draw_figure, picture
+from penstock.draw.picture_file import draw_figure, picture
 from penstock.errors import DrawError
 from penstock.sim import simulate
 from penstock.timeline import Report

@@ -9,7 +9,7 @@ import pytest
 from panels import beneath_panel, overlap_panel, panel, unit_panel
 
 from penstock.draw.panel import Panel, bars
-from penstock.draw.trace import trace
+from penstock.draw.perfetto import trace
 from penstock.timeline import Report
 
 PANELS = [panel("1F1B"), panel("ZB-V"), overlap_panel(), unit_panel()]

@@ -1,7 +1,7 @@
 """What a terminal shows of a schedule can be read, and is true.
 
-After a change that is meant, `PENSTOCK_UPDATE_GOLDEN=1 pytest tests/draw/test_terminal.py` writes
-the drawings in tests/golden anew. Review them like code.
+After a change that is meant, `PENSTOCK_UPDATE_GOLDEN=1 pytest tests/draw/test_in_terminal.py`
+writes the drawings in tests/golden anew. Review them like code.
 """
 
 import io
@@ -15,8 +15,8 @@ from rich.console import Console
 
 from penstock.costs import CostTable
 from penstock.draw.colours import colour
+from penstock.draw.in_terminal import print_panels, terminal
 from penstock.draw.panel import Kind, Panel
-from penstock.draw.terminal import print_panels, terminal
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

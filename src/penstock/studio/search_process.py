@@ -14,7 +14,7 @@ from threading import Thread
 from penstock.errors import InputError
 from penstock.solver import SearchResult
 from penstock.studio.answers import search
-from penstock.studio.inputs import Inputs
+from penstock.studio.typed_inputs import Inputs
 
 
 async def search_apart(inputs: Inputs) -> SearchResult:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.backward.settle import settle
+from penstock.backward.settling import settle
 from penstock.backward.terms import MatrixProduct
 
 ORDERS = list(itertools.permutations(("sparse", "dense", "product")))

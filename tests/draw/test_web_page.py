@@ -10,8 +10,8 @@ from panels import beneath_panel, overlap_panel, panel, schedule, unit_panel
 from penstock import schedules
 from penstock.costs import CostTable
 from penstock.draw.colours import colour
-from penstock.draw.page import LaneData, PageData, TimelineData, page, page_data
 from penstock.draw.panel import Bar, Kind, Panel, bars
+from penstock.draw.web_page import LaneData, PageData, TimelineData, page, page_data
 from penstock.errors import DrawError
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward
 from penstock.sim import simulate

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from penstock.costs import CostTable
 from penstock.ir import Schedule
 from penstock.solver.comparison import SEARCHED
-from penstock.studio.inputs import Inputs
+from penstock.studio.typed_inputs import Inputs
 
 
 def python_text(inputs: Inputs, name: str, schedule: Schedule) -> str:

@@ -8,10 +8,10 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.costs.units import MemoryUnit, TimeUnit
-from penstock.draw.axis import axis
 from penstock.draw.cells import FULL, Scale, Slot, fit_scale, memory_levels, runs, slots
 from penstock.draw.characters import BOTH, FAINT, IDLE, coloured, lettered, paint, split, thin
 from penstock.draw.panel import Kind, Panel
+from penstock.draw.time_axis import axis
 from penstock.timeline import Report
 
 _NARROWEST = 40

@@ -6,7 +6,7 @@ from penstock.costs.given_costs import ShareCosts
 from penstock.errors import InputError
 from penstock.ir import Placement
 from penstock.schedules import names
-from penstock.studio.inputs import DEFAULTS, fields_of, read_inputs
+from penstock.studio.typed_inputs import DEFAULTS, fields_of, read_inputs
 
 
 def problems_of(**fields: str) -> dict[str, str]:

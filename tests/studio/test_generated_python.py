@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.studio import answers
-from penstock.studio.inputs import read_inputs
+from penstock.studio.typed_inputs import read_inputs
 
 
 @pytest.mark.parametrize(
