@@ -4,35 +4,34 @@ import torch
 
 from penstock import Schedule
 from penstock.comm import AbstractComm
-from penstock.ir import SendActivation
-from penstock.ir.action import SEND_TYPES
+from penstock.ir import Message, Send
+from penstock.passes.simpler_orders import keep_forwards
+from penstock.runtime.measuring.observer import NoClock
 from penstock.runtime.messages.forms import Form, flatten
-from penstock.runtime.messages.routes import Key
 from penstock.runtime.messages.wire import Wire
-from penstock.runtime.program import Program, forward_only, make_program
+from penstock.runtime.program import Program, make_program
 
 CPU = torch.device("cpu")
 
 
 def run_bare_steps(comm: AbstractComm, schedule: Schedule) -> None:
     """Run two steps and two evaluations: the first of each sends forms ahead of its messages."""
-    for orders in (schedule, forward_only(schedule)):
+    for orders in (schedule, keep_forwards(schedule)):
         program = make_program(orders, comm.rank)
-        forms: dict[Key, Form] = {}
+        forms: dict[Message, Form] = {}
         for _ in range(2):
-            _run_program(program, Wire(comm, program, CPU, forms))
+            _run_program(program, Wire(comm, program, CPU, forms, NoClock()))
 
 
 def _run_program(program: Program, wire: Wire) -> None:
     """Send and receive as a Step does; a message has the number of its microbatch."""
     for entry in program.entries:
+        if isinstance(entry.action, Send):
+            message = entry.action.message
+            tensor = torch.tensor([float(message.mb)], requires_grad=not message.is_gradient)
+            wire.send(message, *flatten((tensor,)))
         for task in entry.tasks:
-            if isinstance(task.action, SEND_TYPES):
-                assert task.makes is not None
-                is_activation = isinstance(task.action, SendActivation)
-                tensor = torch.tensor([float(task.action.mb)], requires_grad=is_activation)
-                wire.send(task.makes, *flatten((tensor,)))
-            elif task.needs is not None and program.routes.is_message(task.needs):
-                _, (tensor,) = wire.receive(task.needs)
-                assert task.action.mb == tensor.item()
+            for message in filter(program.flow.is_sent, task.needs):
+                _, (tensor,) = wire.receive(message)
+                assert message.mb == tensor.item()
     wire.finish()

@@ -19,7 +19,7 @@ from penstock.comm import AbstractComm, Describe, Transfer
 from penstock.comm.abstract_comm import BEGINNING, Work
 from penstock.comm.channels import OpenChannels
 from penstock.comm.links import NcclLink
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 
 WaitUntil = Callable[[Callable[[], bool], Describe], None]
 Pairs = dict[Channel, "Pair"]

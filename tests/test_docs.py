@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock import CostTable, Report, Schedule, cli, errors, schedules, simulate
-from penstock.ir import SendActivation, SendGradient
+from penstock.ir import Send
 from penstock.passes import add_comms
 from penstock.schedules import Shape
 
@@ -151,7 +151,7 @@ def _simulated(schedule: Schedule, v: int) -> list[str]:
         action
         for order in add_comms(schedule).orders
         for action in order
-        if isinstance(action, SendActivation | SendGradient)
+        if isinstance(action, Send)
     ]
     reports = [
         simulate(schedule, CostTable.uniform(schedule.num_stages, stages_per_rank=v, **costs))

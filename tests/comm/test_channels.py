@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fuzzing import examples
 from penstock import CommError
 from penstock.comm.channels import OpenChannels, both_ways, turn
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 
 CHANNELS = st.sets(
     st.tuples(st.integers(0, 11), st.integers(0, 11))

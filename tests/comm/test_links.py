@@ -12,7 +12,7 @@ from nccl_stand_in import Pairs, StandInComm
 from penstock import CommError, LocalGroup, local_ranks
 from penstock.comm.channels import both_ways
 from penstock.comm.links import meet
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 
 
 def _in_circle(comm: StandInComm) -> float:

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from penstock import DeadlineError
 from penstock.comm import ProcessGroupComm
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 from stage_training import CPU, Run, assert_like_unsplit, train
 from tied_models import TiedRun, assert_trains_as_unsplit, train_tied
 from worker_pool import WorkerPool

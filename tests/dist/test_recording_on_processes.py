@@ -8,7 +8,7 @@ import penstock
 from limits import HANG_S
 from local_steps import mean_square, randn
 from penstock import CommError, Pipeline, Recording, schedules
-from penstock.ir.inputs import Inputs
+from penstock.ir.dataflow import Dataflow
 from penstock.ir.walking import walk
 from stage_training import make_stages
 from worker_pool import WorkerPool
@@ -48,13 +48,13 @@ def test_ranks_record_one_timeline_in_which_messages_come_after_they_were_made(
     assert [recordings[0]] * num_ranks == recordings
     for step in recordings[0].steps:
         timeline = step.timeline
-        inputs = Inputs(timeline.schedule)
+        flow = Dataflow(timeline.schedule)
         began: dict[int, float] = {}
         position = [0] * num_ranks
         for rank, _, needed, delivered in walk(timeline.schedule):
             place = position[rank]
             position[rank] += 1
-            for key in filter(inputs.is_message, needed):
+            for key in filter(flow.is_sent, needed):
                 # Its maker's end may be later: it counts until the send has returned.
                 assert began[key] < timeline.ends[rank][place]
             began |= dict.fromkeys(delivered, timeline.starts[rank][place])

@@ -1,6 +1,7 @@
 """Actions are small values: their cell is their text, and kinds are never mixed up."""
 
 import pickle
+from dataclasses import fields
 from itertools import combinations
 
 import pytest
@@ -12,11 +13,10 @@ from penstock.ir import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Message,
     Overlap,
-    RecvActivation,
-    RecvGradient,
-    SendActivation,
-    SendGradient,
+    Recv,
+    Send,
 )
 from penstock.ir.action import compute_parts, is_compute
 from penstock.ir.csv_text import parse_cell
@@ -26,20 +26,20 @@ SINGLE_KINDS = [
     Backward,
     BackwardInput,
     BackwardWeight,
-    SendActivation,
-    RecvActivation,
-    SendGradient,
-    RecvGradient,
 ]
 CELLS: list[tuple[Action, str]] = [
     (Forward(0, 1), "0F1"),
     (Backward(12, 0), "12B0"),
     (BackwardInput(2, 3), "2I3"),
     (BackwardWeight(2, 30), "2W30"),
-    (SendActivation(1, 4), "1SEND_F4"),
-    (RecvActivation(1, 4), "1RECV_F4"),
-    (SendGradient(1, 4), "1SEND_B4"),
-    (RecvGradient(1, 4), "1RECV_B4"),
+    (Send(Message(1, 2, 4)), "1SEND_F4"),
+    (Recv(Message(0, 1, 4)), "1RECV_F4"),
+    (Send(Message(1, 0, 4)), "1SEND_B4"),
+    (Recv(Message(2, 1, 4)), "1RECV_B4"),
+    (Send(Message(0, 3, 4)), "0SEND_F4>3"),
+    (Recv(Message(0, 3, 4)), "3RECV_F4<0"),
+    (Send(Message(3, 0, 4)), "3SEND_B4>0"),
+    (Recv(Message(3, 0, 4)), "0RECV_B4<3"),
     (Overlap(Forward(0, 2), Backward(3, 1)), "(0F2;3B1)OVERLAP_F_B"),
     (Overlap(Forward(0, 2), BackwardInput(3, 1)), "(0F2;3I1)OVERLAP_F_B"),
 ]
@@ -76,7 +76,7 @@ def test_overlaps_are_equal_if_both_halves_are() -> None:
 
 @pytest.mark.parametrize("action", [action for action, _ in CELLS], ids=str)
 def test_action_cannot_be_changed(action: Action) -> None:
-    field = "forward" if isinstance(action, Overlap) else "stage"
+    field = "forward" if isinstance(action, Overlap) else fields(action)[0].name
     before = str(action)
     with pytest.raises(AttributeError):
         setattr(action, field, 7)
@@ -102,10 +102,10 @@ def test_repr_names_the_kind_and_its_fields() -> None:
         (BackwardInput(0, 1), (BackwardInput(0, 1),)),
         (BackwardWeight(0, 1), (BackwardWeight(0, 1),)),
         (Overlap(Forward(0, 1), Backward(3, 0)), (Forward(0, 1), Backward(3, 0))),
-        (SendActivation(0, 1), ()),
-        (RecvActivation(0, 1), ()),
-        (SendGradient(0, 1), ()),
-        (RecvGradient(0, 1), ()),
+        (Send(Message(0, 1, 1)), ()),
+        (Recv(Message(-1, 0, 1)), ()),
+        (Send(Message(0, -1, 1)), ()),
+        (Recv(Message(1, 0, 1)), ()),
     ],
     ids=str,
 )
@@ -117,7 +117,7 @@ def test_computes_have_parts_and_communication_has_none(
 
 
 @pytest.mark.parametrize(
-    "half", [BackwardWeight(0, 0), Forward(0, 2), SendActivation(0, 0)], ids=str
+    "half", [BackwardWeight(0, 0), Forward(0, 2), Send(Message(0, 1, 0))], ids=str
 )
 def test_overlap_of_other_than_a_forward_and_a_backward_is_rejected(half: Backward) -> None:
     with pytest.raises(ScheduleError, match=f"An overlap of 0F1 and {half} cannot be run. Give it"):

@@ -8,13 +8,12 @@ from penstock.ir import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Message,
     Overlap,
     Placement,
-    RecvActivation,
-    RecvGradient,
+    Recv,
     Schedule,
-    SendActivation,
-    SendGradient,
+    Send,
 )
 
 EXPECTED = (
@@ -44,8 +43,8 @@ def test_communication_is_written_and_read() -> None:
     text = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
     schedule = Schedule(
         [
-            [Forward(0, 0), SendActivation(0, 0), RecvGradient(0, 0), Backward(0, 0)],
-            [RecvActivation(1, 0), Forward(1, 0), Backward(1, 0), SendGradient(1, 0)],
+            [Forward(0, 0), Send(Message(0, 1, 0)), Recv(Message(1, 0, 0)), Backward(0, 0)],
+            [Recv(Message(0, 1, 0)), Forward(1, 0), Backward(1, 0), Send(Message(1, 0, 0))],
         ],
         Placement.linear(2),
         1,

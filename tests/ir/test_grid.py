@@ -7,9 +7,10 @@ from penstock.ir import (
     Backward,
     BackwardInput,
     Forward,
+    Message,
     Placement,
     Schedule,
-    SendActivation,
+    Send,
 )
 from penstock.passes import add_comms
 
@@ -97,7 +98,7 @@ def test_schedule_with_an_action_out_of_range_is_drawn_as_not_run(action: Action
     assert f"rank 0  ! 0F0 {action}" == " ".join(str(schedule).split()).replace("0 !", "0  !")
 
 
-@pytest.mark.parametrize("order", [[], [SendActivation(0, 0)]], ids=["empty", "communication"])
+@pytest.mark.parametrize("order", [[], [Send(Message(0, 1, 0))]], ids=["empty", "communication"])
 def test_schedule_without_computes_is_drawn(order: list[Action]) -> None:
     assert "rank 0" == str(Schedule([order], Placement.linear(1), 1)).rstrip()
 

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir import Action, Backward, Forward, Overlap, Placement, Schedule, SendActivation
+from penstock.ir import Action, Backward, Forward, Message, Overlap, Placement, Schedule, Send
 from penstock.passes import add_comms
 
 TEXT = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -39,7 +39,7 @@ def test_schedule_knows_whether_it_has_communication() -> None:
     schedule = Schedule.from_csv(TEXT)
     assert not schedule.has_comms
     assert add_comms(schedule).has_comms
-    assert Schedule([[SendActivation(0, 0)]], Placement([0]), 1).has_comms
+    assert Schedule([[Send(Message(0, 1, 0))]], Placement([0]), 1).has_comms
 
 
 def test_schedule_cannot_be_changed() -> None:

@@ -14,11 +14,9 @@ from penstock.ir import (
     BackwardWeight,
     Forward,
     Overlap,
-    RecvActivation,
-    RecvGradient,
+    Recv,
     Schedule,
-    SendActivation,
-    SendGradient,
+    Send,
 )
 
 
@@ -44,10 +42,6 @@ _KINDS = {
     Backward: ["I", "W"],
     BackwardInput: ["I"],
     BackwardWeight: ["W"],
-    SendActivation: ["send F"],
-    SendGradient: ["send I"],
-    RecvActivation: ["recv F"],
-    RecvGradient: ["recv I"],
 }
 
 
@@ -71,6 +65,10 @@ def find_fault(schedule: Schedule) -> str | None:
 def _deeds_of(action: Action) -> list[Deed]:
     if isinstance(action, Overlap):
         return _deeds_of(action.forward) + _deeds_of(action.backward)
+    if isinstance(action, Send | Recv):
+        verb = "send" if isinstance(action, Send) else "recv"
+        kind = "I" if action.message.is_gradient else "F"
+        return [Deed(f"{verb} {kind}", action.stage, action.mb)]
     return [Deed(kind, action.stage, action.mb) for kind in _KINDS[type(action)]]
 
 
@@ -122,7 +120,7 @@ def _out_of_order(schedule: Schedule, deeds: Deeds) -> bool:
     return False
 
 
-class Message(NamedTuple):
+class HandOver(NamedTuple):
     """What one stage makes and a neighbour on another rank needs."""
 
     maker: Deed
@@ -131,7 +129,7 @@ class Message(NamedTuple):
     recv: Deed
 
 
-def _hand_overs(schedule: Schedule, deeds: Deeds) -> list[Message]:
+def _hand_overs(schedule: Schedule, deeds: Deeds) -> list[HandOver]:
     """All that passes between neighbouring stages, on one rank or not."""
     found = []
     for stage in range(schedule.num_stages - 1):
@@ -139,7 +137,7 @@ def _hand_overs(schedule: Schedule, deeds: Deeds) -> list[Message]:
             for kind, maker, user in (("F", stage, stage + 1), ("I", stage + 1, stage)):
                 if kind == "F" or _has_backwards(deeds):
                     found.append(
-                        Message(
+                        HandOver(
                             Deed(kind, maker, mb),
                             Deed(kind, user, mb),
                             Deed(f"send {kind}", maker, mb),
@@ -149,7 +147,7 @@ def _hand_overs(schedule: Schedule, deeds: Deeds) -> list[Message]:
     return found
 
 
-def _messages(schedule: Schedule, deeds: Deeds) -> list[Message]:
+def _messages(schedule: Schedule, deeds: Deeds) -> list[HandOver]:
     ranks = schedule.placement.ranks
     return [
         message
@@ -162,11 +160,17 @@ def _has_comms(deeds: Deeds) -> bool:
     return any(" " in deed.kind for deed in deeds)
 
 
+def _has_receives(deeds: Deeds) -> bool:
+    return any(deed.kind.startswith("recv") for deed in deeds)
+
+
 def _communication_incomplete(schedule: Schedule, deeds: Deeds) -> bool:
     if not _has_comms(deeds):
         return False
     messages = _messages(schedule, deeds)
-    expected = [message.send for message in messages] + [message.recv for message in messages]
+    expected = [message.send for message in messages]
+    if _has_receives(deeds):
+        expected += [message.recv for message in messages]
     found = [deed for deed, nodes in deeds.items() for _ in nodes if " " in deed.kind]
     return Counter(expected) != Counter(found)
 
@@ -177,13 +181,13 @@ def _communication_out_of_order(schedule: Schedule, deeds: Deeds) -> bool:
     for maker, user, send, recv in _messages(schedule, deeds):
         if not deeds[maker][0].position < deeds[send][0].position:
             return True
-        if not deeds[recv][0].position < deeds[user][0].position:
+        if _has_receives(deeds) and not deeds[recv][0].position < deeds[user][0].position:
             return True
     return False
 
 
 def _channel_out_of_order(schedule: Schedule, deeds: Deeds) -> bool:
-    if not _has_comms(deeds):
+    if not _has_receives(deeds):
         return False
     channels = defaultdict(list)
     for message in _messages(schedule, deeds):

@@ -14,12 +14,11 @@ from penstock.ir import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Message,
     Overlap,
-    RecvActivation,
-    RecvGradient,
+    Recv,
     Schedule,
-    SendActivation,
-    SendGradient,
+    Send,
 )
 from penstock.passes import add_comms, fuse_backward, split_backward
 from penstock.schedules import REGISTRY
@@ -39,10 +38,10 @@ _SINGLE_TYPES: list[Any] = [
     Backward,
     BackwardInput,
     BackwardWeight,
-    SendActivation,
-    RecvActivation,
-    SendGradient,
-    RecvGradient,
+    lambda stage, mb: Send(Message(stage, stage + 1, mb)),
+    lambda stage, mb: Recv(Message(stage - 1, stage, mb)),
+    lambda stage, mb: Send(Message(stage, stage - 1, mb)),
+    lambda stage, mb: Recv(Message(stage + 1, stage, mb)),
 ]
 
 
@@ -125,12 +124,25 @@ def _change(orders: Orders, random: Random, change: Callable[[Any], Action]) -> 
 
 def _change_stage(orders: Orders, random: Random) -> None:
     step = random.choice([-2, -1, 1, 2])
-    _change(orders, random, lambda action: replace(action, stage=action.stage + step))
+
+    def change(action: Any) -> Action:
+        if not isinstance(action, Send | Recv):
+            return replace(action, stage=action.stage + step)
+        maker, taker, mb = action.message
+        return replace(action, message=Message(maker + step, taker + step, mb))
+
+    _change(orders, random, change)
 
 
 def _change_microbatch(orders: Orders, random: Random) -> None:
     step = random.choice([-2, -1, 1, 2])
-    _change(orders, random, lambda action: replace(action, mb=action.mb + step))
+
+    def change(action: Any) -> Action:
+        if not isinstance(action, Send | Recv):
+            return replace(action, mb=action.mb + step)
+        return replace(action, message=action.message._replace(mb=action.mb + step))
+
+    _change(orders, random, change)
 
 
 def _change_type(orders: Orders, random: Random) -> None:

@@ -13,11 +13,12 @@ from penstock.ir import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Message,
     Overlap,
     Placement,
-    RecvActivation,
+    Recv,
     Schedule,
-    SendActivation,
+    Send,
 )
 from penstock.passes import add_comms, verify
 from penstock.schedules import get
@@ -178,9 +179,13 @@ NO_MICROBATCH = "The schedule has microbatches 0 to 2."
             "0F9 is of microbatch 9, which does not exist",
             NO_MICROBATCH,
         ),
-        (SendActivation(2, 0), "2SEND_F0 is of stage 2, which does not exist", NO_STAGE),
-        (RecvActivation(0, 3), "0RECV_F3 is of microbatch 3, which does not exist", NO_MICROBATCH),
-        (SendActivation(1, 0), "1SEND_F0 is of stage 1, which is on rank 1", HOLDER),
+        (Send(Message(2, 3, 0)), "2SEND_F0 is of stage 2, which does not exist", NO_STAGE),
+        (
+            Recv(Message(-1, 0, 3)),
+            "0RECV_F3 is of microbatch 3, which does not exist",
+            NO_MICROBATCH,
+        ),
+        (Send(Message(1, 2, 0)), "1SEND_F0 is of stage 1, which is on rank 1", HOLDER),
     ],
     ids=str,
 )

@@ -100,7 +100,10 @@ def test_a_message_unlike_that_of_the_first_step_is_rejected_before_it_is_sent(
     assert isinstance(first, PipeliningShapeError)
     assert message == str(first)
     (mb,) = re.findall(r"microbatch (\d)", message)
-    place = f"in 0SEND_F{mb} (sending the activation of microbatch {mb} on stage 0), on rank 0"
+    place = (
+        f"in 0SEND_F{mb} (sending the activation of microbatch {mb} from stage 0 to stage 1), "
+        "on rank 0"
+    )
     assert [place] == first.__notes__
     assert isinstance(second, CommError)
     expected = (

@@ -12,14 +12,14 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock import LocalGroup, Pipeline, PipelineStage, Placement, Schedule, local_ranks
 from penstock.comm import AbstractComm
-from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, SendGradient
+from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Message, Send
 from penstock.ir.action import compute_parts
 from penstock.passes import split_backward
 from penstock.runtime.auto.pilot import AbstractPilot
 from penstock.runtime.measuring.held_bytes import HeldBytes
 from penstock.runtime.measuring.meter import Meter, Timing
+from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.messages.forms import Form
-from penstock.runtime.messages.routes import Key, Routes
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 8, 16
@@ -33,7 +33,7 @@ class Watching(AbstractPilot):
     def __init__(self, schedule: Schedule, *, counts_memory: bool = False) -> None:
         self._schedule = schedule
         self._counts_memory = counts_memory
-        self.meters: list[Meter] = []
+        self.observers: list[Observer] = []
 
     @property
     def options(self) -> str:
@@ -45,12 +45,11 @@ class Watching(AbstractPilot):
         assert self._schedule.placement == placement
         return self._schedule
 
-    def make_meter(self) -> Meter:
-        return Meter(CPU, HeldBytes(CPU) if self._counts_memory else None)
+    def make_observer(self) -> Observer:
+        return Observer(memory=HeldBytes(CPU)) if self._counts_memory else Observer(Meter(CPU))
 
-    def end_step(self, meter: Meter | None, routes: Routes, forms: Mapping[Key, Form]) -> Schedule:
-        assert meter is not None
-        self.meters.append(meter)
+    def end_step(self, observer: Observer, forms: Mapping[Message, Form]) -> Schedule:
+        self.observers.append(observer)
         return self._schedule
 
 
@@ -61,14 +60,14 @@ def watch(
     num_steps: int = 1,
     counts_memory: bool = False,
     **step_options: Any,
-) -> list[list[Meter]]:
-    """The meters of each rank."""
+) -> list[list[Any]]:
+    """The meters of each rank, or what has counted its memory."""
     torch.manual_seed(0)
     modules = [make_module().double() for _ in range(schedule.num_stages)]
     size = schedule.num_microbatches * ROWS
     x, target = torch.randn(2, size, WIDTH, dtype=torch.float64)
 
-    def main(group: LocalGroup) -> list[Meter]:
+    def main(group: LocalGroup) -> list[Any]:
         stages = [
             PipelineStage(modules[index], index, len(modules), CPU, group=group)
             for index in schedule.placement.stages_of(group.rank)
@@ -82,7 +81,7 @@ def watch(
         )
         for _ in range(num_steps):
             pipeline.step(x, target=target, **step_options)
-        return pilot.meters
+        return [seen.memory if counts_memory else seen.clock for seen in pilot.observers]
 
     return local_ranks(schedule.num_ranks, main)
 
@@ -116,7 +115,7 @@ def test_send_is_part_of_the_action_that_made_the_message() -> None:
     meter.wait_for([], lambda: "a message")  # 2 to 3
     meter.end(Forward(1, 0))  # 4
     meter.end(Backward(1, 0))  # 5
-    meter.end(SendGradient(1, 0))  # 6
+    meter.end(Send(Message(1, 0, 0)))  # 6
     expected = {
         Forward(1, 0): Timing(1.0, (1.0,), 4.0),
         Backward(1, 0): Timing(4.0, (), 5.0, sending_s=1.0),
@@ -160,7 +159,7 @@ def test_bytes_of_two_layers_are_those_that_autograd_and_the_pipeline_keep(
     ranks = watch(
         two_layers, schedule, num_steps=2, counts_memory=True, return_outputs=keeps_outputs
     )
-    after_forward, after_input = join_held([meters[-1] for meters in ranks])
+    after_forward, after_input = join_held([counts[-1] for counts in ranks])
     last = schedule.num_stages - 1
     for stage in range(schedule.num_stages):
         came_as_message = stage > 0 and is_message(schedule, stage)
@@ -184,7 +183,7 @@ def test_checkpointed_stage_holds_its_input_and_output_only() -> None:
             return checkpoint(self.layers, x, use_reentrant=False)
 
     ranks = watch(Checkpointed, split_backward(make("1F1B")), num_steps=2, counts_memory=True)
-    after_forward, _ = join_held([meters[-1] for meters in ranks])
+    after_forward, _ = join_held([counts[-1] for counts in ranks])
     assert [1 * MESSAGE] * 4 == after_forward[0]
     assert [3 * MESSAGE + 8] * 4 == after_forward[1]
 
@@ -196,10 +195,11 @@ def test_compiled_stage_holds_what_it_saves() -> None:
         return module
 
     ranks = watch(compiled, split_backward(make("1F1B")), num_steps=2, counts_memory=True)
-    after_forward, after_input = join_held([meters[-1] for meters in ranks])
+    after_forward, after_input = join_held([counts[-1] for counts in ranks])
     assert [2 * MESSAGE] * 4 == after_forward[0]
     assert {} == after_input
-    kinds = {type(action) for meters in ranks for action in meters[-1].timings}
+    timed = watch(compiled, split_backward(make("1F1B")))
+    kinds = {type(action) for meters in timed for action in meters[-1].timings}
     assert {Forward, Backward} == kinds
 
 
@@ -214,7 +214,7 @@ def test_views_and_results_in_place_make_no_bytes() -> None:
             return y.mul_(2).transpose(-1, -2).flatten(-2)
 
     ranks = watch(Views, split_backward(make("1F1B")), num_steps=2, counts_memory=True)
-    after_forward, _ = join_held([meters[-1] for meters in ranks])
+    after_forward, _ = join_held([counts[-1] for counts in ranks])
     assert [MESSAGE] * 4 == after_forward[0]
 
 
@@ -224,13 +224,12 @@ def test_weight_backward_is_timed_by_itself() -> None:
     assert [Forward, Forward, BackwardInput, BackwardWeight] == kinds[:4]
 
 
-def join_held(meters: Sequence[Meter]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+def join_held(counts: Sequence[HeldBytes]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     after_forward: dict[int, list[int]] = {}
     after_input: dict[int, list[int]] = {}
-    for meter in meters:
-        assert meter.held is not None
-        after_forward |= meter.held.after_forward
-        after_input |= meter.held.after_input
+    for count in counts:
+        after_forward |= count.after_forward
+        after_input |= count.after_input
     return after_forward, after_input
 
 

@@ -13,7 +13,7 @@ from penstock import CommError, LocalGroup, Pipeline, local_ranks, schedules
 from penstock.comm.channels import both_ways
 from penstock.comm.links import NcclLink
 from penstock.ir import Placement
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 from skip_models import Skip, SkipRun, assert_skips_like_unsplit, train_skips
 from stage_training import TRAINING_NAMES, Run, assert_like_unsplit, make_stages, train
 from tied_models import TiedRun, assert_trains_as_unsplit, train_tied

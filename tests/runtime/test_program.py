@@ -1,160 +1,203 @@
-"""A rank's program: what is known of a step before it runs, for every registered schedule."""
+"""A rank's program: what is known of a step before it runs, with and without skips."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_custom_parts import random_schedule
 
-from fuzzing import examples
+from fuzzing import IS_LONG, examples
 from penstock import Schedule
 from penstock.ir import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
-    Overlap,
+    Message,
     Placement,
-    RecvActivation,
-    SendActivation,
-    SendGradient,
+    Send,
+    Skip,
 )
-from penstock.ir.action import SEND_TYPES, compute_parts, is_compute
-from penstock.ir.inputs import Inputs
-from penstock.ir.walking import walk
+from penstock.ir.action import compute_parts, is_compute
+from penstock.ir.message import Channel
 from penstock.passes import add_comms
-from penstock.runtime.program import Program, forward_only, make_program
+from penstock.passes.backward_halves import join_backward
+from penstock.passes.simpler_orders import keep_forwards
+from penstock.runtime.program import Entry, Program, make_program
 from penstock.schedules import Shape
 from penstock.schedules.registry import REGISTRY
 from shapes import make, shapes
+from skip_models import possible_skips, random_skips
 
+RANKS, MICROBATCHES, STAGES = ((1, 2, 4), (1, 3, 8), (1, 2, 3)) if IS_LONG else ((3,), (4,), (1, 2))
 GRID = [
     pytest.param(make(generator, shape), id=f"{generator.name}-p{shape.p}-m{shape.m}-v{shape.v}")
     for generator in REGISTRY
-    for shape in shapes(generator, ranks=(1, 2, 4), microbatches=(1, 3, 8), stages_per_rank=(1, 2))
+    for shape in shapes(generator, ranks=RANKS, microbatches=MICROBATCHES, stages_per_rank=STAGES)
 ]
 every_schedule = pytest.mark.parametrize("schedule", GRID)
 
 
-def _programs(schedule: Schedule) -> list[Program]:
-    return [make_program(schedule, rank) for rank in range(schedule.num_ranks)]
+def _possible(schedule: Schedule) -> list[Skip]:
+    return [Skip(*pair) for pair in possible_skips(schedule.num_stages)]
 
 
-def _sent(program: Program, receiver: int) -> list[int]:
-    """What a rank sends to another, in order."""
-    made = [
-        task.makes
-        for entry in program.entries
-        if isinstance(entry.action, SEND_TYPES)
-        for task in entry.tasks
-    ]
-    return [key for key in made if key is not None and program.routes.channel(key)[1] == receiver]
+def _programs(schedule: Schedule, skips: Collection[Skip]) -> list[Program]:
+    return [make_program(schedule, rank, skips) for rank in range(schedule.num_ranks)]
 
 
-def _check_computes(schedule: Schedule) -> None:
-    for rank, program in enumerate(_programs(schedule)):
+def _needed(entry: Entry) -> list[Message]:
+    return [message for task in entry.tasks for message in task.needs]
+
+
+def _made_here(program: Program, entry: Entry) -> list[Message]:
+    """What an entry hands over within the rank."""
+    made = [message for task in entry.tasks for message in task.makes]
+    return [message for message in made if not program.flow.is_sent(message)]
+
+
+def _sent(program: Program) -> Iterator[Message]:
+    for entry in program.entries:
+        if isinstance(entry.action, Send):
+            yield entry.action.message
+
+
+def _check_computes(schedule: Schedule, skips: Collection[Skip]) -> None:
+    """Entries are the computes of the order, each with its tasks; backwards know their halves."""
+    parts = [part for order in schedule.orders for a in order for part in compute_parts(a)]
+    split = {(part.stage, part.mb) for part in parts if isinstance(part, BackwardInput)}
+    for rank, program in enumerate(_programs(schedule, skips)):
         assert rank == program.rank
         computes = [entry.action for entry in program.entries if is_compute(entry.action)]
         assert [action for action in schedule.orders[rank] if is_compute(action)] == computes
-        for entry in program.entries:
-            assert (compute_parts(entry.action) or (entry.action,)) == tuple(
-                task.action for task in entry.tasks
-            )
-
-
-def _check_messages(schedule: Schedule) -> None:
-    programs = _programs(schedule)
-    lowered = add_comms(schedule)
-    num_messages = sum(isinstance(a, SEND_TYPES) for order in lowered.orders for a in order)
-    assert num_messages == sum(len(k) for p in programs for k in p.arriving.values())
-    for receiver, program in enumerate(programs):
-        for sender, keys in program.arriving.items():
-            assert _sent(programs[sender], receiver) == list(keys)
-        assert set(program.received_before) == {k for v in program.arriving.values() for k in v}
-
-
-def _check_tasks(schedule: Schedule) -> None:
-    inputs = Inputs(schedule)
-    parts = [part for order in schedule.orders for a in order for part in compute_parts(a)]
-    split = {(part.stage, part.mb) for part in parts if isinstance(part, BackwardInput)}
-    for program in _programs(schedule):
         tasks = [task for entry in program.entries for task in entry.tasks]
+        for entry in program.entries:
+            assert compute_parts(entry.action) == tuple(task.action for task in entry.tasks)
         for task in tasks:
             assert ((task.action.stage, task.action.mb) in split) == task.is_split
-            if isinstance(task.action, SEND_TYPES):
-                assert inputs.sent(task.action) == (task.makes,)
-            else:
-                assert inputs.needed(task.action) == (() if task.needs is None else (task.needs,))
-                assert inputs.made(task.action) == (() if task.makes is None else (task.makes,))
         adding = [task for task in tasks if isinstance(task.action, Backward | BackwardWeight)]
         last = {task.action.stage: task for task in adding}
-        assert list(last.values()) == sorted(
-            (task for task in tasks if task.completes_grads),
-            key=lambda task: list(last).index(task.action.stage),
-        )
+        completing = [task for task in tasks if task.completes_grads]
+        assert sorted(map(str, last.values())) == sorted(map(str, completing))
 
 
-def _check_acknowledgements(schedule: Schedule) -> int:
-    """Runs the schedule; returns how many messages were known to have been received."""
-    programs = _programs(schedule)
-    lowered = add_comms(schedule)
-    inputs = Inputs(lowered)
-    waited_for: list[set[int]] = [set() for _ in programs]
+def _check_channels(schedule: Schedule, skips: Collection[Skip]) -> None:
+    """A receiver expects a channel's messages in the order in which the sender sends them."""
+    programs = _programs(schedule, skips)
+    used = set()
+    for receiver, program in enumerate(programs):
+        for sender, other in enumerate(programs):
+            channel = Channel(sender, receiver)
+            sent = [key for key in _sent(other) if other.flow.channel(key) == channel]
+            assert sent == list(program.arriving.get(sender, ()))
+            used |= {channel} if sent else set()
+        assert program.rank not in program.arriving
+        assert all(program.arriving.values())
+    assert all(used == program.channels for program in programs)
+
+
+def _check_once(schedule: Schedule, skips: Collection[Skip]) -> None:
+    """What is needed from another rank is sent once; nothing else is. Of the same rank: made."""
+    sent: Counter[Message] = Counter()
+    made: Counter[Message] = Counter()
+    needed: Counter[Message] = Counter()
+    for program in _programs(schedule, skips):
+        sent.update(_sent(program))
+        for entry in program.entries:
+            made.update(_made_here(program, entry))
+            needed.update(_needed(entry))
+    assert needed == sent + made
+    assert {1} >= set(needed.values())
+    mbs = range(schedule.num_microbatches)
+    there = {Message(source, target, mb) for source, target in skips for mb in mbs}
+    back = {message.answer for message in there if schedule.has_backward}
+    assert there | back == {message for message in needed if message.skip}
+
+
+def _check_acknowledgements(schedule: Schedule, skips: Collection[Skip]) -> int:
+    """Runs the programs; returns how many messages were known to have been received."""
+    programs = _programs(schedule, skips)
+    left = [list(program.entries)[::-1] for program in programs]
+    at_hand: set[Message] = set()
+    waited_for: list[set[Message]] = [set() for _ in programs]
     total = 0
-    for rank, action, needed, _ in walk(lowered):
-        waited_for[rank].update(key for key in needed if inputs.is_message(key))
-        for key in inputs.sent(action):
-            receiver = inputs.channel(key).receiver
-            sender, number = programs[receiver].received_before[key]
-            assert rank == sender
-            ours = programs[rank].arriving.get(receiver, ())
-            # The one before it on the channel has arrived if a later one was waited for.
-            arrived = [n for n, k in enumerate(ours, 1) if k in waited_for[rank]]
-            assert max(arrived, default=0) == number
-            total += number
+    while any(left):
+        runnable = [
+            r for r, rest in enumerate(left) if rest and at_hand.issuperset(_needed(rest[-1]))
+        ]
+        assert runnable, "the ranks wait for each other"
+        for rank in runnable:
+            program, entry = programs[rank], left[rank].pop()
+            waited_for[rank].update(filter(program.flow.is_sent, _needed(entry)))
+            at_hand.update(_made_here(program, entry))
+            if isinstance(entry.action, Send):
+                message = entry.action.message
+                at_hand.add(message)
+                receiver = program.flow.channel(message).receiver
+                sender, number = programs[receiver].received_before[message]
+                assert rank == sender
+                from_receiver = program.arriving.get(receiver, ())
+                # Those before it on the channel have arrived if a later one was waited for.
+                arrived = [n for n, k in enumerate(from_receiver, 1) if k in waited_for[rank]]
+                assert max(arrived, default=0) == number
+                total += number
+    for program in programs:
+        arriving = {message for messages in program.arriving.values() for message in messages}
+        assert arriving == set(program.received_before)
     return total
 
 
-@every_schedule
-def test_entries_are_the_computes_of_the_order_each_with_its_tasks(schedule: Schedule) -> None:
-    _check_computes(schedule)
+CHECKS = (_check_computes, _check_channels, _check_once, _check_acknowledgements)
 
 
 @every_schedule
-def test_messages_arrive_in_the_order_in_which_they_are_sent(schedule: Schedule) -> None:
-    _check_messages(schedule)
+def test_programs_are_sound(schedule: Schedule) -> None:
+    random = [
+        Skip(skip.source, skip.target)
+        for skip in (random_skips(schedule.num_stages, 1) if schedule.num_stages > 2 else ())
+    ]
+    for skips in ([], random):
+        for check in CHECKS:
+            check(schedule, skips)
+            check(keep_forwards(schedule), skips)
+        if schedule.has_backward and schedule.num_ranks > 1:
+            assert _check_acknowledgements(schedule, skips) > 0
 
 
-@every_schedule
-def test_tasks_know_their_inputs_and_which_backward_completes_a_stage(schedule: Schedule) -> None:
-    _check_tasks(schedule)
-
-
-@every_schedule
-def test_a_sender_has_received_what_the_program_says_when_it_sends(schedule: Schedule) -> None:
-    num_acknowledged = _check_acknowledgements(schedule)
-    has_backward = any(isinstance(a, Backward | BackwardInput) for a in schedule.orders[0])
-    if schedule.num_ranks > 1 and has_backward:
-        assert num_acknowledged > 0
+@pytest.mark.parametrize("has_comms", [False, True], ids=["plain", "with sends"])
+@pytest.mark.parametrize("seed", range(40 if IS_LONG else 5))
+def test_random_schedules_with_all_skips_that_are_possible(seed: int, has_comms: bool) -> None:
+    schedule = random_schedule(seed)
+    schedule = add_comms(schedule) if has_comms else schedule
+    for check in CHECKS:
+        check(schedule, _possible(schedule))
 
 
 @pytest.mark.fuzz
-@examples(40, long=1500)
+@examples(20, long=1500)
 @given(
     generator=st.sampled_from(REGISTRY),
     p=st.integers(1, 6),
     m=st.integers(1, 14),
     v=st.integers(1, 4),
+    data=st.data(),
 )
-def test_programs_of_random_shapes_are_sound(generator, p: int, m: int, v: int) -> None:  # type: ignore[no-untyped-def]
-    chosen = v if generator.takes_any_stages_per_rank else generator.stages_per_rank
-    shape = Shape(p, m, chosen)
+def test_programs_of_random_shapes_and_skips_are_sound(  # type: ignore[no-untyped-def]
+    generator, p: int, m: int, v: int, data: st.DataObject
+) -> None:
+    shape = Shape(p, m, v if generator.takes_any_stages_per_rank else generator.stages_per_rank)
     schedule = make(generator, shape._replace(m=max(m, generator.min_microbatches(shape))))
-    for check in (_check_computes, _check_messages, _check_tasks, _check_acknowledgements):
-        check(schedule)
-        check(forward_only(schedule))
+    pairs = _possible(schedule)
+    skips = data.draw(st.sets(st.sampled_from(pairs), max_size=10)) if pairs else set()
+    for check in CHECKS:
+        check(schedule, skips)
+        check(keep_forwards(schedule), skips)
 
 
 @pytest.mark.fuzz
-@examples(30, long=1500)
+@examples(20, long=1500)
 @given(data=st.data())
 def test_programs_of_random_orders_and_placements_are_sound(data: st.DataObject) -> None:
     """Any order in which ranks could run, on any placement, neighbouring stages together or not."""
@@ -179,8 +222,8 @@ def test_programs_of_random_orders_and_placements_are_sound(data: st.DataObject)
         orders[placement.ranks[action.stage]].append(action)
     schedule = Schedule(orders, placement, m)  # type: ignore[arg-type]
     schedule.verify()
-    for check in (_check_computes, _check_messages, _check_tasks, _check_acknowledgements):
-        check(schedule)
+    for check in CHECKS:
+        check(schedule, ())
 
 
 def _can_run(action: object, done: set[object], num_stages: int) -> bool:
@@ -197,52 +240,16 @@ def _can_run(action: object, done: set[object], num_stages: int) -> bool:
 
 
 @every_schedule
-def test_forward_only_keeps_the_forwards_in_order_and_verifies(schedule: Schedule) -> None:
-    forwards = forward_only(schedule)
-    forwards.verify()
-    assert schedule.placement == forwards.placement
-    assert schedule.num_microbatches == forwards.num_microbatches
-    for order, kept in zip(schedule.orders, forwards.orders, strict=True):
-        parts = [part for action in order for part in compute_parts(action)]
-        assert [part for part in parts if isinstance(part, Forward)] == list(kept)
-    for program in _programs(forwards):
-        assert not any(task.completes_grads for e in program.entries for task in e.tasks)
-
-
-@every_schedule
-def test_whole_stages_run_full_backwards_in_place_of_input_backwards(schedule: Schedule) -> None:
-    whole = frozenset(range(0, schedule.num_stages, 2))
-    for rank, order in enumerate(schedule.orders):
-        program = make_program(schedule, rank, whole=whole)
-        plain = make_program(schedule, rank)
-        actual = [task for entry in program.entries for task in entry.tasks]
-        expected = []
-        for action in (task.action for entry in plain.entries for task in entry.tasks):
-            if isinstance(action, BackwardInput) and action.stage in whole:
-                expected.append(Backward(action.stage, action.mb))
-            elif not (isinstance(action, BackwardWeight) and action.stage in whole):
-                expected.append(action)
-        assert expected == [task.action for task in actual]
+def test_stages_that_run_full_backwards_send_and_wait_for_the_same(schedule: Schedule) -> None:
+    skips, whole = _possible(schedule), frozenset(range(0, schedule.num_stages, 2))
+    for rank in range(schedule.num_ranks):
+        plain = make_program(schedule, rank, skips)
+        program = make_program(join_backward(schedule, whole), rank, skips)
         assert plain.arriving == program.arriving
         assert plain.received_before == program.received_before
-        assert not any(task.is_split for task in actual if task.action.stage in whole)
-        trained = {part.stage for a in order for part in compute_parts(a)} if any(
-            isinstance(part, Backward | BackwardWeight) for a in order for part in compute_parts(a)
-        ) else set()  # fmt: skip
-        assert sorted(trained) == sorted(t.action.stage for t in actual if t.completes_grads)
-
-
-def test_an_overlap_of_a_whole_stage_holds_a_full_backward() -> None:
-    text = "0F0,0F1,(0F2;0I0)OVERLAP_F_B,0W0,0I1,0W1,0B2\n"
-    program = make_program(Schedule.from_csv(text), 0, whole={0})
-    expected = [
-        Forward(0, 0),
-        Forward(0, 1),
-        Overlap(Forward(0, 2), Backward(0, 0)),
-        Backward(0, 1),
-        Backward(0, 2),
-    ]
-    assert expected == [entry.action for entry in program.entries]
+        assert list(_sent(plain)) == list(_sent(program))
+        tasks = [task for entry in program.entries for task in entry.tasks]
+        assert not any(task.is_split for task in tasks if task.action.stage in whole)
 
 
 def test_a_schedule_with_communication_is_taken_as_it_is() -> None:
@@ -252,19 +259,38 @@ def test_a_schedule_with_communication_is_taken_as_it_is() -> None:
         "1RECV_F1,1F1,1RECV_F0,1F0,1B1,1SEND_B1,1B0,1SEND_B0\n"
     )
     schedule.verify()
-    first, second = _programs(schedule)
-    inputs = Inputs(schedule)
+    first, second = _programs(schedule, ())
     assert [
         Forward(0, 0),
         Forward(0, 1),
-        SendActivation(0, 1),
-        SendActivation(0, 0),
+        Send(Message(0, 1, 1)),
+        Send(Message(0, 1, 0)),
         Backward(0, 1),
         Backward(0, 0),
     ] == [entry.action for entry in first.entries]
-    assert {0: (inputs.received(RecvActivation(1, 1)) + inputs.received(RecvActivation(1, 0)))} == (
-        second.arriving
-    )
+    assert {0: (Message(0, 1, 1), Message(0, 1, 0))} == second.arriving
     # Rank 1 has waited for both activations before it sends a gradient.
-    (gradient,) = inputs.sent(SendGradient(1, 1))
-    assert (1, 2) == first.received_before[gradient]
+    assert (1, 2) == first.received_before[Message(1, 0, 1)]
+
+
+def test_what_skips_stages_is_sent_after_what_goes_to_the_next_one() -> None:
+    # Ranks 0 1 1 0: stages 0 and 3 are on rank 0, so what goes between them is not sent.
+    schedule = Schedule(
+        [
+            [Forward(0, 0), Forward(3, 0), Backward(3, 0), Backward(0, 0)],
+            [
+                Forward(1, 0),
+                Forward(2, 0),
+                BackwardInput(2, 0),
+                Backward(1, 0),
+                BackwardWeight(2, 0),
+            ],
+        ],
+        Placement([0, 1, 1, 0]),
+        1,
+    )
+    _, second = _programs(schedule, [Skip(1, 3), Skip(0, 3), Skip(0, 2)])
+    expected = (Message(0, 1, 0), Message(0, 2, 0), Message(3, 1, 0), Message(3, 2, 0))
+    assert {0: expected} == second.arriving
+    # Rank 0 has received both activations of rank 1 before it sends a gradient.
+    assert [(0, 0), (0, 0), (0, 2), (0, 2)] == [second.received_before[key] for key in expected]

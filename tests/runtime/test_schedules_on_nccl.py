@@ -9,9 +9,9 @@ from fuzzing import IS_LONG
 from nccl_stand_in import Pairs, StandInComm
 from penstock import CommError, LocalGroup, Schedule, local_ranks, schedules
 from penstock.comm.links import NcclLink
-from penstock.ir.inputs import Channel
-from penstock.runtime.messages.routes import used_channels
-from penstock.runtime.program import forward_only
+from penstock.ir.message import Channel
+from penstock.passes.simpler_orders import keep_forwards
+from penstock.runtime.program import make_program
 from penstock.schedules.registry import REGISTRY
 from shapes import make, shapes
 
@@ -41,7 +41,7 @@ def run(schedule: Schedule, open_channels: Open = open_as_one) -> list[int]:
 
     def main(group: LocalGroup) -> int:
         comm = StandInComm(group, pairs)
-        open_channels(comm, used_channels(schedule, ()))
+        open_channels(comm, make_program(schedule, 0).channels)
         run_bare_steps(comm, schedule)
         return len(comm.ends)
 
@@ -60,16 +60,16 @@ def test_steps_and_evaluations_end(generator: schedules.Generator, p: int) -> No
 def test_channels_are_those_that_messages_take(name: str) -> None:
     """None is missing, or a message would be refused; and none is there in vain."""
     schedule = schedules.get(name)(num_ranks=4, num_microbatches=8)
-    for orders in (schedule, forward_only(schedule)):
+    for orders in (schedule, keep_forwards(schedule)):
         used: Pairs = {}
 
         def main(group: LocalGroup, orders: Schedule = orders, used: Pairs = used) -> None:
             comm = StandInComm(group, used)
-            comm.open(used_channels(orders, ()))
+            comm.open(make_program(orders, 0).channels)
             run_bare_steps(comm, orders)
 
         local_ranks(4, main)
-        assert used.keys() == used_channels(orders, ())
+        assert used.keys() == make_program(orders, 0).channels
         assert all(pair.num_delivered > 1 for pair in used.values())
 
 
@@ -86,7 +86,7 @@ def test_rank_among_many_has_communicators_for_its_neighbours_only(
 
     def main(group: LocalGroup) -> int:
         comm = StandInComm(group, pairs)
-        comm.open(used_channels(schedule, ()))
+        comm.open(make_program(schedule, 0).channels)
         return len(comm.ends)
 
     assert expected == local_ranks(64, main)

@@ -12,8 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from odd_tensors import REFUSED, SENT, Receiver, Sender, Tagged, memory_of, numbers, total
 from penstock import CommError, LocalGroup, Pipeline, PipelineStage, StageError, local_ranks
 from penstock.comm.pending import values_of, waited
-from penstock.runtime.messages.forms import as_sent
-from penstock.runtime.messages.sendable import find_fault
+from penstock.runtime.messages.sendable import as_sent, find_fault
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Torch warns of half of these kinds.
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -226,10 +227,10 @@ def test_words_for_a_gradient_of_what_skipped() -> None:
 
         def describe(action: Backward, context: Any) -> None:
             (entry,) = (e for e in context.program.entries if e.action == action)
-            for key in entry.tasks[0].needs_from_afar:
-                described.append(context.wire._describe_receive(key))
-            for key in entry.tasks[0].makes_for_afar:
-                described.append(context.wire._describe_send(key))
+            for message in filter(attrgetter("skip"), entry.tasks[0].needs):
+                described.append(context.wire._describe_receive(message))
+            for message in filter(attrgetter("skip"), entry.tasks[0].makes):
+                described.append(context.wire._describe_send(message))
             context.run(action)
 
         pipeline.register_custom_function(Backward, describe)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import penstock
 from local_steps import FOUR_STAGES, NUM_STAGES, mean_square, randn
 from penstock import LocalGroup, Pipeline, PipelineStage, Schedule, schedules
-from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Overlap
-from penstock.ir.inputs import Described
+from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Message, Overlap
 from penstock.passes import add_comms
 from penstock.runtime import ActionContext
 from penstock.schedules import Shape
@@ -404,7 +403,7 @@ def test_values_that_skip_are_dropped_with_the_backward_of_their_microbatch(
     m = 6
     schedule = schedule_of(name, 4 // schedules.get(name).stages_per_rank, m)
     run = SkipRun(schedule, (Skip(0, 2, "two"), Skip(0, 3), Skip(1, 3)))
-    alive: dict[int, list[Described | torch.Size]] = {}
+    alive: dict[int, list[Message | torch.Size]] = {}
 
     def main(group: LocalGroup) -> None:
         modules = run.modules()
@@ -423,7 +422,7 @@ def test_values_that_skip_are_dropped_with_the_backward_of_their_microbatch(
             sent = [
                 key for outbox in context.wire._outboxes.values() for _, key, _, _ in outbox.sent
             ]
-            keys = [Described(False, stage, target, action.mb) for target in module.targets]
+            keys = [Message(stage, target, action.mb) for target in module.targets]
             alive[action.mb] = [key for key in keys if key in sent]
             if not isinstance(action, BackwardInput):
                 seen = module.seen[order.index(action.mb)]

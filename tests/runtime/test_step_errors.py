@@ -27,7 +27,7 @@ from penstock import (
     StageError,
     local_ranks,
 )
-from penstock.ir import Backward, Forward, Overlap, SendActivation
+from penstock.ir import Backward, Forward, Overlap, Send
 
 NO_GRAD = (
     "step() was called where gradients are disabled, so there would be no backward. "
@@ -227,7 +227,7 @@ def test_a_new_pipeline_works_after_one_failed() -> None:
     local_ranks(2, main)
 
 
-@pytest.mark.parametrize("kind", [SendActivation, int, None, "Forward", Forward(0, 0)])
+@pytest.mark.parametrize("kind", [Send, int, None, "Forward", Forward(0, 0)])
 def test_a_custom_function_for_what_is_no_compute_action_is_rejected(kind: Any) -> None:
     message = (
         f"kind is {kind!r}. Expected one of penstock.ir's Forward, Backward, BackwardInput, "

@@ -11,7 +11,7 @@ from local_steps import FOUR_STAGES, NUM_STAGES
 from penstock import CommError, LocalGroup, Pipeline, PipelineStage, local_ranks
 from penstock.comm import AbstractComm, Transfer
 from penstock.comm.channels import both_ways
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 from penstock.runtime.tied_parameters import TiedGrads, Ties
 from stage_training import CPU
 from tied_models import TiedStage, loss_fn, tied_batch, tied_stage, tied_stages

@@ -13,14 +13,12 @@ from penstock.ir import (
     BackwardWeight,
     Forward,
     Overlap,
-    RecvActivation,
-    RecvGradient,
-    SendActivation,
-    SendGradient,
+    Recv,
+    Send,
 )
 
 # What an action waits for: whether it is a gradient, of which stage, and of which microbatch.
-Message = tuple[bool, int, int]
+Awaited = tuple[bool, int, int]
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,9 @@ def simulate_by_relaxation(schedule: Schedule, costs: CostTable, *, blocking: bo
                 awaited = _needs(action, schedule)
                 start = max([free, *(arrivals[message] for message in awaited)])
                 end = start + _length(action, costs)
-                if blocking and isinstance(action, RecvActivation | RecvGradient):
+                if blocking and isinstance(action, Recv):
                     end = max(start, arrivals[_received(action)])
-                if blocking and isinstance(action, SendActivation | SendGradient):
+                if blocking and isinstance(action, Send):
                     end = arrivals[_sent(action)]
                 starts[rank][position], ends[rank][position] = start, end
                 free = end
@@ -56,10 +54,10 @@ def simulate_by_relaxation(schedule: Schedule, costs: CostTable, *, blocking: bo
 
 def _arrivals(
     schedule: Schedule, costs: CostTable, ends: list[list[float]], starts: list[list[float]]
-) -> dict[Message, float]:
+) -> dict[Awaited, float]:
     """When each message is there, if the actions that make them end at `ends`."""
     ranks = schedule.placement.ranks
-    arrivals: dict[Message, float] = {}
+    arrivals: dict[Awaited, float] = {}
     channel_free: dict[tuple[int, int], float] = {}
     last_arrival: dict[tuple[int, int], float] = {}
     for rank, order in enumerate(schedule.orders):
@@ -68,7 +66,7 @@ def _arrivals(
                 source = stage + 1 if gradient else stage - 1
                 edge = min(source, stage)
                 # A send starts its message when it starts; it ends later if it blocks.
-                is_send = isinstance(action, SendActivation | SendGradient)
+                is_send = isinstance(action, Send)
                 time = (starts if is_send else ends)[rank][position]
                 if ranks[source] != ranks[stage]:
                     channel = ranks[source], ranks[stage]
@@ -85,8 +83,8 @@ def _parts(action: Action) -> list[Action]:
     return [action.forward, action.backward] if isinstance(action, Overlap) else [action]
 
 
-def _needs(action: Action, schedule: Schedule) -> list[Message]:
-    needs: list[Message] = []
+def _needs(action: Action, schedule: Schedule) -> list[Awaited]:
+    needs: list[Awaited] = []
     for part in _parts(action):
         if isinstance(part, Forward) and part.stage > 0:
             needs.append((False, part.stage, part.mb))
@@ -95,10 +93,10 @@ def _needs(action: Action, schedule: Schedule) -> list[Message]:
     return needs
 
 
-def _makes(action: Action, schedule: Schedule) -> list[Message]:
+def _makes(action: Action, schedule: Schedule) -> list[Awaited]:
     """The messages that leave with `action`: with the send, if another rank waits for it."""
     ranks = schedule.placement.ranks
-    makes: list[Message] = []
+    makes: list[Awaited] = []
     for part in _parts(action):
         match part:
             case Forward(stage=stage, mb=mb) if stage < schedule.num_stages - 1:
@@ -107,19 +105,17 @@ def _makes(action: Action, schedule: Schedule) -> list[Message]:
             case Backward(stage=stage, mb=mb) | BackwardInput(stage=stage, mb=mb) if stage > 0:
                 if not schedule.has_comms or ranks[stage] == ranks[stage - 1]:
                     makes.append((True, stage - 1, mb))
-            case SendActivation() | SendGradient():
+            case Send():
                 makes.append(_sent(part))
     return makes
 
 
-def _sent(send: SendActivation | SendGradient) -> Message:
-    if isinstance(send, SendActivation):
-        return (False, send.stage + 1, send.mb)
-    return (True, send.stage - 1, send.mb)
+def _sent(send: Send) -> Awaited:
+    return (send.message.is_gradient, send.message.taker, send.mb)
 
 
-def _received(receive: RecvActivation | RecvGradient) -> Message:
-    return (isinstance(receive, RecvGradient), receive.stage, receive.mb)
+def _received(receive: Recv) -> Awaited:
+    return (receive.message.is_gradient, receive.stage, receive.mb)
 
 
 def _length(action: Action, costs: CostTable) -> float:

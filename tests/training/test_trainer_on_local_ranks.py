@@ -12,7 +12,7 @@ from nccl_stand_in import Pairs, use_stand_in
 from penstock.comm import LocalGroup, local_ranks
 from penstock.comm.channels import both_ways
 from penstock.errors import AgreementError, OptionError
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 from penstock.timeline.recording import Recording
 from penstock.training.saved import check_same, find_latest, kept_from_others
 from penstock.training.settings import GptConfig

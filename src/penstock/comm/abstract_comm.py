@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.errors import AgreementError
 from penstock.ir import Rank
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 
 BEGINNING = "to begin a first step with the same pipeline"
 

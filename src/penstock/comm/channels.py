@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from penstock.errors import CommError
 from penstock.ir import Rank
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 
 
 class OpenChannels:

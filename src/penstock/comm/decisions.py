@@ -12,7 +12,7 @@ import torch
 from penstock.comm import AbstractComm
 from penstock.comm.channels import both_ways
 from penstock.ir import Rank
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 
 Result = TypeVar("Result")
 

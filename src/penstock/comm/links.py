@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from penstock.comm.abstract_comm import AbstractLink, Work, as_bytes
 from penstock.ir import Rank
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 
 _TAG = 0
 _TAG_OF_NO_MESSAGE = 1

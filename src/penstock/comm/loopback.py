@@ -24,7 +24,7 @@ from penstock.comm.abstract_comm import (
 from penstock.comm.channels import OpenChannels
 from penstock.errors import CommError, StageError
 from penstock.ir import Rank
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 
 Result = TypeVar("Result")
 

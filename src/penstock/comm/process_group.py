@@ -40,7 +40,7 @@ from penstock.errors import (
     StageError,
 )
 from penstock.ir import Rank
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 
 _FAILURE = "failure"
 _GAVE_UP = "gave up"

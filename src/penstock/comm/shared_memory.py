@@ -36,7 +36,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from penstock.comm.abstract_comm import AbstractLink, Work
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 
 _PACKET = struct.Struct("=qqq")
 _NUMBER = struct.Struct("=q")

@@ -13,7 +13,7 @@ from penstock.microbatches.loss_weights import LossWeight
 from penstock.runtime import Pipeline
 from penstock.runtime.auto.auto_pilot import DEFAULT_SEARCH_S
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
-from penstock.runtime.step import LossFn
+from penstock.runtime.step_settings import LossFn
 from penstock.schedules import get
 from penstock.stage import PipelineStage
 

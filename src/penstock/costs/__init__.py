@@ -1,6 +1,6 @@
 """What stages cost: times, memory, and messages between them."""
 
-from penstock.costs.cost_table import CostTable
+from penstock.costs.cost_table import CostTable, EdgeCost, StageCost
 from penstock.costs.footprint import Footprint
 
-__all__ = ["CostTable", "Footprint"]
+__all__ = ["CostTable", "EdgeCost", "Footprint", "StageCost"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.costs.json_format import Format
 from penstock.errors import CostError
@@ -21,6 +21,24 @@ _FORMAT = Format(
 )
 
 
+class StageCost(NamedTuple):
+    """What one stage costs: times in one unit, memory in another."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    backward: float
+    after_forward: float
+    after_input: float
+
+
+class EdgeCost(NamedTuple):
+    """What a message between two neighbouring stages costs, on average of both directions."""
+
+    delay: float
+    message_bytes: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
     """Times and memory of every stage, and of the edges between neighbouring stages.
@@ -28,7 +46,8 @@ class CostTable:
     Times are in one unit, memory in another; which ones is up to you.
     Edge e joins stages e and e + 1, in both directions. A message on it takes `delay`, which many
     can do at once, and `message_bytes / bandwidth`, which those of one channel do one by one.
-    A message never overtakes another on its channel.
+    A message never overtakes another on its channel. One that skips stages takes as long as on the
+    slowest of the edges in between.
 
     >>> CostTable.uniform(4, forward=2.0).forward
     (2.0, 2.0, 2.0, 2.0)
@@ -89,6 +108,21 @@ class CostTable:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "overlap_saving", _plain("overlap_saving", overlap_saving))
         self._check()
+
+    @classmethod
+    def of(cls, stages: Iterable[StageCost], edges: Iterable[EdgeCost]) -> "CostTable":
+        """The costs of stages, and of the edges between them, each by itself."""
+        by_stage, by_edge = list(stages), list(edges)
+        return cls(
+            forward=[cost.forward for cost in by_stage],
+            backward_input=[cost.backward_input for cost in by_stage],
+            backward_weight=[cost.backward_weight for cost in by_stage],
+            backward=[cost.backward for cost in by_stage],
+            after_forward=[cost.after_forward for cost in by_stage],
+            after_input=[cost.after_input for cost in by_stage],
+            delay=[cost.delay for cost in by_edge],
+            message_bytes=[cost.message_bytes for cost in by_edge],
+        )
 
     @classmethod
     def uniform(

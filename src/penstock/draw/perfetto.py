@@ -14,7 +14,8 @@ from typing import Any
 from penstock.costs.units import MemoryUnit, TimeUnit
 from penstock.draw.panel import Kind, Panel, bars
 from penstock.ir.action import is_compute
-from penstock.ir.inputs import Input, Inputs
+from penstock.ir.dataflow import Dataflow
+from penstock.ir.message import Message
 from penstock.timeline import Report
 
 _MICROSECONDS: dict[TimeUnit, float] = {"": 1e3, "s": 1e6}
@@ -124,18 +125,17 @@ def _memory(process: _Process) -> Iterator[_Event]:
 
 def _messages(process: _Process, flows: Iterator[int]) -> Iterator[_Event]:
     """An arrow from the bar that makes a message to the one that needs it."""
-    inputs = Inputs(process.report.timeline.schedule)
+    dataflow = Dataflow(process.report.timeline.schedule)
     # In the middle of a bar, which is in no other: where it ends, the next one may begin.
-    made: dict[Input, tuple[int, float]] = {}
-    needed: dict[Input, tuple[int, float]] = {}
+    made: dict[Message, tuple[int, float]] = {}
+    needed: dict[Message, tuple[int, float]] = {}
     for rank, action, start, end in process.report.actions():
         if is_compute(action):
             at = rank, (start + end) / 2
-            made.update((key, at) for key in inputs.made(action))
-            needed.update((key, at) for key in inputs.needed(action))
-    for key, at in made.items():
-        if inputs.is_message(key):
-            kind = "gradient" if inputs.describe(key).is_gradient else "activation"
-            flow = next(flows)
+            made.update((key, at) for key in dataflow.made(action))
+            needed.update((key, at) for key in dataflow.needed(action))
+    for message, at in made.items():
+        if dataflow.is_sent(message):
+            flow, kind = next(flows), message.kind
             yield process.event("s", *at, name=kind, cat="message", id=flow)
-            yield process.event("f", *needed[key], name=kind, cat="message", id=flow, bp="e")
+            yield process.event("f", *needed[message], name=kind, cat="message", id=flow, bp="e")

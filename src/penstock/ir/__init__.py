@@ -6,15 +6,11 @@ from penstock.ir.action import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    MicrobatchId,
     Overlap,
-    Rank,
-    RecvActivation,
-    RecvGradient,
-    SendActivation,
-    SendGradient,
-    StageId,
+    Recv,
+    Send,
 )
+from penstock.ir.message import Message, MicrobatchId, Rank, Skip, StageId
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
@@ -24,14 +20,14 @@ __all__ = [
     "BackwardInput",
     "BackwardWeight",
     "Forward",
+    "Message",
     "MicrobatchId",
     "Overlap",
     "Placement",
     "Rank",
-    "RecvActivation",
-    "RecvGradient",
+    "Recv",
     "Schedule",
-    "SendActivation",
-    "SendGradient",
+    "Send",
+    "Skip",
     "StageId",
 ]

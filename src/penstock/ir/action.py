@@ -7,15 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
 
 from penstock.errors import ScheduleError
-
-# Plain integers under three names: a schedule is arithmetic on them, and its author writes 0F1 as
-# Forward(0, 1).
-Rank: TypeAlias = int
-"""The number of a rank, from 0."""
-StageId: TypeAlias = int
-"""The number of a stage along the data path, from 0."""
-MicrobatchId: TypeAlias = int
-"""The number of a microbatch in its batch, from 0."""
+from penstock.ir.message import Message, MicrobatchId, StageId
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,53 +74,56 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True)
-class SendActivation:
-    """Sends what the forward of `stage` made to the rank of the next stage; does not wait."""
+class Send:
+    """Sends a message to the rank of the stage that takes it; does not wait."""
 
-    stage: StageId
-    mb: MicrobatchId
+    message: Message
+
+    @property
+    def stage(self) -> StageId:
+        return self.message.maker
+
+    @property
+    def mb(self) -> MicrobatchId:
+        return self.message.mb
 
     def __str__(self) -> str:
-        return f"{self.stage}SEND_F{self.mb}"
+        return f"{self.stage}SEND_{_letter(self.message)}{self.mb}" + (
+            f">{self.message.taker}" if self.message.skip else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class RecvActivation:
-    """Posts the receive of what the forward of `stage` needs; that forward waits for it."""
+class Recv:
+    """Where a rank that takes its messages one by one waits for this one.
 
-    stage: StageId
-    mb: MicrobatchId
+    Penstock's own runtime does not: it posts receives ahead, in the order of each channel, and an
+    action waits for what it needs. So receives are there for other runtimes, in files, and in
+    `simulate(blocking=True)`.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.stage}RECV_F{self.mb}"
+    message: Message
 
+    @property
+    def stage(self) -> StageId:
+        return self.message.taker
 
-@dataclass(frozen=True, slots=True)
-class SendGradient:
-    """Sends the input gradients of `stage` to the rank of the stage before; does not wait."""
-
-    stage: StageId
-    mb: MicrobatchId
-
-    def __str__(self) -> str:
-        return f"{self.stage}SEND_B{self.mb}"
-
-
-@dataclass(frozen=True, slots=True)
-class RecvGradient:
-    """Posts the receive of what the backward of `stage` needs; that backward waits for it."""
-
-    stage: StageId
-    mb: MicrobatchId
+    @property
+    def mb(self) -> MicrobatchId:
+        return self.message.mb
 
     def __str__(self) -> str:
-        return f"{self.stage}RECV_B{self.mb}"
+        return f"{self.stage}RECV_{_letter(self.message)}{self.mb}" + (
+            f"<{self.message.maker}" if self.message.skip else ""
+        )
+
+
+def _letter(message: Message) -> str:
+    return "B" if message.is_gradient else "F"
 
 
 SingleCompute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
 Compute: TypeAlias = SingleCompute | Overlap
-Send: TypeAlias = SendActivation | SendGradient
-Recv: TypeAlias = RecvActivation | RecvGradient
 Comm: TypeAlias = Send | Recv
 Action: TypeAlias = Compute | Comm
 """One thing that a rank does."""
@@ -137,9 +132,7 @@ SINGLE_COMPUTE_TYPES = (Forward, Backward, BackwardInput, BackwardWeight)
 COMPUTE_TYPES = (*SINGLE_COMPUTE_TYPES, Overlap)
 # The backwards that the stage before waits for.
 URGENT_BACKWARD_TYPES = (Backward, BackwardInput)
-SEND_TYPES = (SendActivation, SendGradient)
-RECV_TYPES = (RecvActivation, RecvGradient)
-COMM_TYPES = SEND_TYPES + RECV_TYPES
+COMM_TYPES = (Send, Recv)
 
 
 def is_compute(action: Action) -> TypeGuard[Compute]:
@@ -169,11 +162,16 @@ def in_words(action: Action) -> str:
         Backward: "backward",
         BackwardInput: "input backward",
         BackwardWeight: "weight backward",
-        SendActivation: "sending the activation",
-        SendGradient: "sending the gradient",
     }
-    described = " and ".join(
-        f"{words[type(part)]} of microbatch {part.mb} on stage {part.stage}"
-        for part in parts(action)
-    )
+    if isinstance(action, Send | Recv):
+        verb, message = "sending" if isinstance(action, Send) else "receiving", action.message
+        described = (
+            f"{verb} the {message.kind} of microbatch {message.mb} "
+            f"from stage {message.maker} to stage {message.taker}"
+        )
+    else:
+        described = " and ".join(
+            f"{words[type(part)]} of microbatch {part.mb} on stage {part.stage}"
+            for part in compute_parts(action)
+        )
     return f"{action} ({described})"

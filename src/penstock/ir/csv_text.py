@@ -5,6 +5,8 @@
 
 An empty cell is an idle slot; it says nothing about the order and is dropped.
 So are the cells by which torch gathers and frees sharded parameters.
+A message that skips stages names its other end too, which torch has no cell for: 0SEND_F1>3 goes
+from stage 0 to stage 3, where it is 3RECV_F1<0.
 """
 
 import csv
@@ -20,35 +22,31 @@ from penstock.ir.action import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    MicrobatchId,
     Overlap,
-    RecvActivation,
-    RecvGradient,
-    SendActivation,
-    SendGradient,
-    StageId,
+    Recv,
+    Send,
+    SingleCompute,
     parts,
 )
+from penstock.ir.message import Message, MicrobatchId, StageId
 from penstock.ir.placement import Placement
 
-_KINDS: Final[dict[str, Callable[[StageId, MicrobatchId], Action]]] = {
+_COMPUTES: Final[dict[str, Callable[[StageId, MicrobatchId], SingleCompute]]] = {
     "F": Forward,
     "B": Backward,
     "I": BackwardInput,
     "W": BackwardWeight,
-    "SEND_F": SendActivation,
-    "RECV_F": RecvActivation,
-    "SEND_B": SendGradient,
-    "RECV_B": RecvGradient,
 }
+# By how much the stage at the other end differs, between neighbours.
+_COMMS: Final[dict[str, int]] = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
 # Nine digits are more stages or microbatches than anyone has, and keep numbers within bounds.
-_SINGLE = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{1,9})")
+_SINGLE = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{1,9})([<>][0-9]{1,9})?")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _SHARDING = re.compile(r"[0-9]{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)")
 
 _EXPECTED = (
     "Expected a cell like 0F1 (stage, kind, microbatch), the kind being one of "
-    f"{', '.join(_KINDS)}, or a pair like (0F2;3B1)OVERLAP_F_B, or nothing."
+    f"{', '.join([*_COMPUTES, *_COMMS])}, or a pair like (0F2;3B1)OVERLAP_F_B, or nothing."
 )
 
 
@@ -106,14 +104,29 @@ def parse_cell(cell: str) -> Action | None:
     BackwardInput(stage=2, mb=3)
     """
     if match := _SINGLE.fullmatch(cell):
-        stage, kind, mb = match.groups()
-        if kind in _KINDS:
-            return _KINDS[kind](int(stage), int(mb))
+        stage, kind, mb, other = match.groups()
+        if kind not in _COMPUTES:
+            return _parse_comm(int(stage), kind, int(mb), other)
+        if other is None:
+            return _COMPUTES[kind](int(stage), int(mb))
     elif match := _OVERLAP.fullmatch(cell):
         match parse_cell(match[1].strip()), parse_cell(match[2].strip()):
             case Forward() as forward, (Backward() | BackwardInput()) as backward:
                 return Overlap(forward, backward)
     return None
+
+
+def _parse_comm(stage: StageId, kind: str, mb: MicrobatchId, other: str | None) -> Action | None:
+    """A send or receive; `other` is the other end if it is not a neighbour, such as >3."""
+    if kind not in _COMMS:
+        return None
+    offset, is_send = _COMMS[kind], kind.startswith("SEND")
+    end = stage + offset
+    if other is not None:
+        arrow, end = other[0], int(other[1:])
+        if arrow != (">" if is_send else "<") or (end - stage) * offset < 2:
+            return None
+    return Send(Message(stage, end, mb)) if is_send else Recv(Message(end, stage, mb))
 
 
 def _read_rows(text: str) -> list[list[str]]:

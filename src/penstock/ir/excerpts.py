@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, Rank
+from penstock.ir.action import Action
+from penstock.ir.message import Rank
 
 _AROUND = 4  # Actions shown on each side.
 

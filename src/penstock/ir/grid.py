@@ -4,7 +4,7 @@ from contextlib import suppress
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Overlap, is_compute, parts
-from penstock.ir.inputs import Input
+from penstock.ir.message import Message
 from penstock.ir.schedule import Schedule
 from penstock.ir.walking import walk
 
@@ -26,7 +26,7 @@ def format_grid(schedule: Schedule) -> str:
 def _lay_out(schedule: Schedule) -> list[list[str]]:
     rows: list[list[str]] = [[] for _ in schedule.orders]
     done = [0] * len(rows)
-    available: dict[Input, int] = {}
+    available: dict[Message, int] = {}
     # A schedule that nobody has verified must be drawn too, so as to see what is wrong with it.
     with suppress(ScheduleError):
         for rank, action, needed, delivered in walk(schedule) if _is_in_range(schedule) else ():
@@ -45,7 +45,7 @@ def _lay_out(schedule: Schedule) -> list[list[str]]:
 
 def _is_in_range(schedule: Schedule) -> bool:
     stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
-    return all(
+    return all(stage in stages for skip in schedule.skips for stage in skip) and all(
         part.stage in stages and part.mb in microbatches
         for order in schedule.orders
         for action in order

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Rank, StageId
+from penstock.ir.message import Rank, StageId
 
 
 @dataclass(frozen=True, slots=True)

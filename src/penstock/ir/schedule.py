@@ -12,11 +12,10 @@ from penstock.ir.action import (
     Backward,
     BackwardWeight,
     Forward,
-    MicrobatchId,
-    StageId,
     compute_parts,
 )
 from penstock.ir.csv_text import format_csv, parse_csv
+from penstock.ir.message import MicrobatchId, Skip, StageId
 from penstock.ir.placement import Placement
 
 
@@ -38,7 +37,9 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     has_comms: bool = field(init=False, compare=False)
-    """Whether there are sends and receives."""
+    """Whether there are sends, with or without receives."""
+    skips: frozenset[Skip] = field(init=False, compare=False)
+    """Between which stages messages are sent that are not neighbours; `add_sends` adds them."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Schedule:
         object.__setattr__(self, "placement", placement)
         object.__setattr__(self, "num_microbatches", num_microbatches)
         object.__setattr__(self, "has_comms", not kinds.isdisjoint(COMM_TYPES))
+        object.__setattr__(self, "skips", _find_skips(frozen) if self.has_comms else frozenset())
 
     @classmethod
     def from_csv(cls, text: str) -> "Schedule":
@@ -67,6 +69,10 @@ class Schedule:
                 f"The text is a {type(text).__name__}. Give what the file holds: path.read_text()."
             )
         return cls(*parse_csv(text))
+
+    def with_orders(self, orders: Iterable[Iterable[Action]]) -> "Schedule":
+        """The same placement and number of microbatches, in other orders."""
+        return Schedule(orders, self.placement, self.num_microbatches)
 
     def to_csv(self) -> str:
         """The schedule in PyTorch's text format; if it verifies, `from_csv` gives an equal one."""
@@ -143,6 +149,16 @@ def _freeze(order: Iterable[Action]) -> tuple[Action, ...]:
             f"The orders hold {order}, which is no order. Give a list of actions for each rank."
         )
     return tuple(order)
+
+
+def _find_skips(orders: tuple[tuple[Action, ...], ...]) -> frozenset[Skip]:
+    skips = (
+        action.message.skip
+        for order in orders
+        for action in order
+        if isinstance(action, COMM_TYPES)
+    )
+    return frozenset(skip for skip in skips if skip is not None)
 
 
 def _added_microbatches(order: tuple[Action, ...]) -> dict[StageId, list[MicrobatchId]]:

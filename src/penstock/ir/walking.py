@@ -1,76 +1,78 @@
 """Goes through a schedule in an order in which ranks could run it.
 
-An input is delivered by the action that makes it, or by its send if it is a message and the
-schedule has communication. All that must know what waits for what (the grid, `verify`, the
-simulator) walks here.
+A message is delivered by the action that makes it, or by its send if it goes to another rank and
+the schedule has sends. All that must know what waits for what (the grid, `verify`, the simulator)
+walks here.
 """
 
 from collections.abc import Iterator
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, Rank
+from penstock.ir.action import Action, Recv, Send
+from penstock.ir.dataflow import Dataflow
 from penstock.ir.excerpts import excerpt, locate
-from penstock.ir.inputs import Input, Inputs
+from penstock.ir.message import Message, Rank
 from penstock.ir.schedule import Schedule
 
-# The rank, the action, the inputs it needed and those it delivered: a plain tuple, for speed.
-Step: TypeAlias = tuple[Rank, Action, tuple[Input, ...], tuple[Input, ...]]
+# The rank, the action, the messages it needed and those it delivered: a plain tuple, for speed.
+Visit: TypeAlias = tuple[Rank, Action, tuple[Message, ...], tuple[Message, ...]]
 
 
-def walk(schedule: Schedule, *, blocking: bool = False) -> Iterator[Step]:
+def walk(schedule: Schedule, *, blocking: bool = False) -> Iterator[Visit]:
     """Yields every action once, after all that delivers its inputs; time linear in the actions.
 
     If `blocking`, a receive waits for its message; otherwise only the action that needs it does.
     Raises if the ranks come to wait for each other. Takes the rest for granted: `verify` checks it.
     """
-    inputs = Inputs(schedule)
+    flow = Dataflow(schedule)
     by_send = schedule.has_comms
     orders = schedule.orders
     positions = [0] * len(orders)
-    at_hand: set[Input] = set()
-    missing: dict[Rank, Input] = {}  # The input that a rank waits for,
-    waiting: dict[Input, list[Rank]] = {}  # and the ranks that wait for it.
+    at_hand: set[Message] = set()
+    missing: dict[Rank, Message] = {}  # The input that a rank waits for,
+    waiting: dict[Message, list[Rank]] = {}  # and the ranks that wait for it.
     ready = list(range(len(orders)))[::-1]
     while ready:
         rank = ready.pop()
         missing.pop(rank, None)
         for position in range(positions[rank], len(orders[rank])):
             action = orders[rank][position]
-            needed = inputs.needed(action)
-            if blocking and not needed:
-                needed = inputs.received(action)
+            needed = flow.needed(action)
+            if blocking and isinstance(action, Recv):
+                needed = (action.message,)
             if not at_hand.issuperset(needed):
                 key = next(key for key in needed if key not in at_hand)
                 missing[rank], positions[rank] = key, position
                 waiting.setdefault(key, []).append(rank)
                 break
-            delivered = inputs.made(action)
-            if by_send:
-                handed_on = [key for key in delivered if not inputs.is_message(key)]
-                delivered = (*handed_on, *inputs.sent(action))
+            if isinstance(action, Send):
+                delivered: tuple[Message, ...] = (action.message,)
+            else:
+                delivered = flow.made(action)
+                if by_send:
+                    delivered = tuple(key for key in delivered if not flow.is_sent(key))
             yield rank, action, needed, delivered
             for key in delivered:
                 at_hand.add(key)
                 if key in waiting:
                     ready.extend(waiting.pop(key))
     if missing:
-        raise _stall(schedule, inputs, positions, missing)
+        raise _stall(schedule, flow, positions, missing)
 
 
 def _stall(
-    schedule: Schedule, inputs: Inputs, positions: list[int], missing: dict[Rank, Input]
+    schedule: Schedule, flow: Dataflow, positions: list[int], missing: dict[Rank, Message]
 ) -> ScheduleError:
     """The error for ranks that wait for `missing`: it shows the circle in which they wait."""
-    circle = _find_circle(inputs, missing)
+    circle = _find_circle(flow, missing)
     lines = []
     for rank in circle:
-        is_gradient, maker, _, mb = inputs.describe(missing[rank])
-        what = "gradient" if is_gradient else "activation"
+        message = missing[rank]
         lines.append(
             f"  rank {rank}: {excerpt(schedule.orders[rank], positions[rank])}\n"
-            f"    waits for the {what} of microbatch {mb} from stage {maker} "
-            f"on rank {inputs.channel(missing[rank]).sender}"
+            f"    waits for the {message.kind} of microbatch {message.mb} "
+            f"from stage {message.maker} on rank {flow.channel(message).sender}"
         )
     first = circle[0]
     action = schedule.orders[first][positions[first]]
@@ -85,13 +87,13 @@ def _stall(
     return ScheduleError("\n".join([f"{where}: {action} waits forever", *lines, rule]))
 
 
-def _find_circle(inputs: Inputs, missing: dict[Rank, Input]) -> list[Rank]:
+def _find_circle(flow: Dataflow, missing: dict[Rank, Message]) -> list[Rank]:
     """The ranks that wait for each other, from the smallest on; or one that nobody will serve."""
     seen: list[Rank] = []
     rank = min(missing)
     while rank in missing and rank not in seen:
         seen.append(rank)
-        rank = inputs.channel(missing[rank]).sender
+        rank = flow.channel(missing[rank]).sender
     circle = seen[seen.index(rank) :] if rank in seen else seen[-1:]
     turn = circle.index(min(circle))
     return circle[turn:] + circle[:turn]

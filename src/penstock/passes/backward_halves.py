@@ -1,6 +1,6 @@
 """Cuts full backwards in two, and puts the halves together again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from penstock.ir import (
     Action,
@@ -9,8 +9,10 @@ from penstock.ir import (
     BackwardWeight,
     Overlap,
     Schedule,
+    Send,
+    StageId,
 )
-from penstock.ir.action import SEND_TYPES
+from penstock.ir.action import compute_parts
 
 
 def split_backward(schedule: Schedule) -> Schedule:
@@ -23,17 +25,47 @@ def fuse_backward(schedule: Schedule) -> Schedule:
     return _rewrite(schedule, _fuse)
 
 
+def join_backward(schedule: Schedule, stages: Container[StageId] | None = None) -> Schedule:
+    """I becomes B and W goes, on some stages or on all: the weights' half moves forward to I."""
+
+    def join(order: tuple[Action, ...]) -> Iterator[Action]:
+        for action in order:
+            match action:
+                case BackwardInput(stage=stage, mb=mb) if stages is None or stage in stages:
+                    yield Backward(stage, mb)
+                case Overlap(forward=forward, backward=BackwardInput(stage=stage, mb=mb)) if (
+                    stages is None or stage in stages
+                ):
+                    yield Overlap(forward, Backward(stage, mb))
+                case BackwardWeight(stage=stage) if stages is None or stage in stages:
+                    pass
+                case _:
+                    yield action
+
+    return _rewrite(schedule, join)
+
+
+def split_stages(schedule: Schedule) -> frozenset[StageId]:
+    """The stages whose backward comes in two halves."""
+    return frozenset(
+        part.stage
+        for order in schedule.orders
+        for action in order
+        for part in compute_parts(action)
+        if isinstance(part, BackwardInput)
+    )
+
+
 def _rewrite(
     schedule: Schedule, rewrite: Callable[[tuple[Action, ...]], Iterator[Action]]
 ) -> Schedule:
-    orders = [rewrite(order) for order in schedule.orders]
-    return Schedule(orders, schedule.placement, schedule.num_microbatches)
+    return schedule.with_orders(map(rewrite, schedule.orders))
 
 
 def _split(order: tuple[Action, ...]) -> Iterator[Action]:
     held_back: list[Action] = []
     for action in order:
-        if not isinstance(action, SEND_TYPES):
+        if not isinstance(action, Send):
             yield from held_back
             held_back = []
         match action:

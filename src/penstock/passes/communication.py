@@ -1,18 +1,37 @@
-"""Places the sends and receives, and takes them out again."""
+"""Adds the sends and receives of a schedule, and takes them out again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from penstock.errors import ScheduleError
-from penstock.ir import Action, Schedule
+from penstock.ir import Action, Message, Recv, Schedule, Send, Skip
 from penstock.ir.action import is_compute
-from penstock.ir.inputs import Channel, Input, Inputs
+from penstock.ir.dataflow import Dataflow, sent_by
+from penstock.ir.message import Channel
 from penstock.passes.verification import verify
 
 
-def add_comms(schedule: Schedule) -> Schedule:
-    """The schedule with a send after each action whose result another rank needs, and its receive.
+def add_sends(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Schedule:
+    """The schedule as it is executed: a send after each action whose result another rank needs.
 
-    A receive comes right before the action that needs it, behind those that were sent before it,
+    `skips` are pairs of stages, not neighbours, of which the second uses a value that the first
+    makes. Sends that are there already stay where they are. Receives are left out: the runtime
+    posts them ahead.
+
+    >>> print(add_sends(Schedule.from_csv("0F0\\n1F0\\n2F0\\n"), [(0, 2)]).to_csv(), end="")
+    0F0,0SEND_F0,0SEND_F0>2
+    1F0,1SEND_F0
+    2F0
+    """
+    verify(schedule)
+    flow = Dataflow(schedule, {*schedule.skips, *_checked(skips, schedule.num_stages)})
+    present = {message for order in schedule.orders for message in sent_by(order)}
+    return schedule.with_orders(_with_sends(order, flow, present) for order in schedule.orders)
+
+
+def add_comms(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Schedule:
+    """The schedule with its sends, as `add_sends` adds them, and a receive for each.
+
+    A receive comes right before the action that needs it, after those that were sent before it,
     so that both ends of a channel see the messages in one order.
 
     >>> print(add_comms(Schedule.from_csv("0F0,0B0\\n1F0,1B0\\n")).to_csv(), end="")
@@ -24,34 +43,52 @@ def add_comms(schedule: Schedule) -> Schedule:
             "The schedule already has sends and receives. "
             "Give add_comms one without, such as remove_comms returns."
         )
-    verify(schedule)
-    inputs = Inputs(schedule)
-    sent: dict[Channel, list[Input]] = {}
-    for order in schedule.orders:
-        for action in order:
-            for key in filter(inputs.is_message, inputs.made(action)):
-                sent.setdefault(inputs.channel(key), []).append(key)
-    arriving = {channel: iter(keys) for channel, keys in sent.items()}
-    orders = [list(_lower(order, inputs, arriving)) for order in schedule.orders]
-    return Schedule(orders, schedule.placement, schedule.num_microbatches)
+    with_sends = add_sends(schedule, skips)
+    flow = Dataflow(with_sends)
+    sent: dict[Channel, list[Message]] = {}
+    for order in with_sends.orders:
+        for message in sent_by(order):
+            sent.setdefault(flow.channel(message), []).append(message)
+    arriving = {channel: iter(messages) for channel, messages in sent.items()}
+    return schedule.with_orders(
+        list(_with_receives(order, flow, arriving)) for order in with_sends.orders
+    )
 
 
 def remove_comms(schedule: Schedule) -> Schedule:
     """The schedule without its sends and receives."""
-    orders = [filter(is_compute, order) for order in schedule.orders]
-    return Schedule(orders, schedule.placement, schedule.num_microbatches)
+    return schedule.with_orders(filter(is_compute, order) for order in schedule.orders)
 
 
-def _lower(
-    order: tuple[Action, ...], inputs: Inputs, arriving: dict[Channel, Iterator[Input]]
+def _checked(skips: Iterable[tuple[int, int]], num_stages: int) -> Iterator[Skip]:
+    for source, target in skips:
+        if not 0 <= source < target - 1 < num_stages - 1:
+            raise ScheduleError(
+                f"skips has ({source}, {target}). Expected stages from 0 to {num_stages - 1}, the "
+                "second at least two after the first: neighbours have their messages already."
+            )
+        yield Skip(source, target)
+
+
+def _with_sends(
+    order: tuple[Action, ...], flow: Dataflow, present: set[Message]
 ) -> Iterator[Action]:
-    posted: set[Input] = set()
     for action in order:
-        for needed in filter(inputs.is_message, inputs.needed(action)):
-            while needed not in posted:
-                key = next(arriving[inputs.channel(needed)])
-                posted.add(key)
-                yield inputs.recv(key)
+        if not isinstance(action, Recv):
+            yield action
+        for message in flow.made(action):
+            if flow.is_sent(message) and message not in present:
+                yield Send(message)
+
+
+def _with_receives(
+    order: tuple[Action, ...], flow: Dataflow, arriving: dict[Channel, Iterator[Message]]
+) -> Iterator[Action]:
+    received: set[Message] = set()
+    for action in order:
+        for needed in filter(flow.is_sent, flow.needed(action)):
+            while needed not in received:
+                message = next(arriving[flow.channel(needed)])
+                received.add(message)
+                yield Recv(message)
         yield action
-        for key in filter(inputs.is_message, inputs.made(action)):
-            yield inputs.send(key)

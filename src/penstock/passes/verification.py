@@ -10,6 +10,7 @@ from penstock.ir import (
     Overlap,
     Rank,
     Schedule,
+    Send,
 )
 from penstock.ir.action import COMM_TYPES, Comm, SingleCompute, parts
 from penstock.ir.excerpts import error_at
@@ -106,6 +107,12 @@ def _find_fault(
             "An action must be on the rank that holds its stage. Move it, or change the placement.",
         )
     if isinstance(part, COMM_TYPES):
+        end = part.message.taker if isinstance(part, Send) else part.message.maker
+        if part.message.skip and not 0 <= end < schedule.num_stages:
+            return (
+                f"{part} has its other end at stage {end}, which does not exist",
+                f"The placement has stages 0 to {schedule.num_stages - 1}.",
+            )
         return None
     key = stage * schedule.num_microbatches + mb
     done, needed = _does_and_needs(part, seen)

@@ -1,8 +1,7 @@
 """The pipeline: stages, a schedule, and the steps that they run."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agreement
-from penstock.errors import CommError, RecordError, StageError
-from penstock.ir import Action, Schedule, StageId
+from penstock.comm import AbstractComm, LocalGroup, check_agreement
+from penstock.errors import RecordError, StageError
+from penstock.ir import Action, Message, Schedule, Skip, StageId
 from penstock.ir.action import COMPUTE_TYPES, in_words
 from penstock.microbatches import merge_chunks, split_args_kwargs_into_chunks
 from penstock.microbatches.loss_weights import (
@@ -25,9 +24,12 @@ from penstock.microbatches.loss_weights import (
 from penstock.microbatches.splitting import split_target
 from penstock.runtime.auto.auto_pilot import DEFAULT_SEARCH_S, Auto, AutoOptions
 from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
+from penstock.runtime.connection import Connection
+from penstock.runtime.losses import Losses
 from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.measuring.observer import UNWATCHED, Observer
 from penstock.runtime.messages.forms import Form
-from penstock.runtime.messages.routes import Key, RankSkips, check_skips, used_channels
+from penstock.runtime.messages.skips import RankSkips, check_skips
 from penstock.runtime.messages.wire import Wire
 from penstock.runtime.pipeline_checks import (
     as_schedule,
@@ -46,7 +48,8 @@ from penstock.runtime.pipeline_checks import (
 from penstock.runtime.rank_programs import Programs, warn_of_compiled
 from penstock.runtime.recording.recorded_block import active_run
 from penstock.runtime.recording.recorder import Recorder
-from penstock.runtime.step import Batch, CustomFunction, LossFn, Settings, Step
+from penstock.runtime.step import Step
+from penstock.runtime.step_settings import Batch, CustomFunction, LossFn, Settings
 from penstock.runtime.tied_parameters import TiedGrads, Ties, claim, tie
 from penstock.sealed import Sealed
 from penstock.stage import PipelineStage
@@ -120,7 +123,8 @@ class Pipeline(Sealed):
             )
         )
         self._replica_group = check_replica_group(replica_group, self._settings)
-        self._skips = RankSkips.of(held)
+        self._skips: frozenset[Skip] = frozenset()
+        """Those of all ranks, once they have met."""
         self._recorders = [Recorder()] if record else []
         """The first is the pipeline's own, if it has one; others are those of blocks."""
         self._records = record
@@ -152,11 +156,16 @@ class Pipeline(Sealed):
             self.num_microbatches = fixed.num_microbatches
             self._has_backward = self._has_backward and fixed.has_backward
             self._use(fixed)
-        self._forms: dict[bool, dict[Key, Form]] = {True: {}, False: {}}
-        self._comm: AbstractComm | None = None
+        self._forms: dict[bool, dict[Message, Form]] = {True: {}, False: {}}
+        self._connection = Connection(
+            self._first.group,
+            self._first.group_rank,
+            self._first.device,
+            self._timeout_s,
+            self._meet,
+        )
         self._is_dynamic = False
         self._ties = Ties({}, {}, frozenset())
-        self._failure = ""
         self._seal(theirs)
 
     @property
@@ -224,9 +233,9 @@ class Pipeline(Sealed):
             check_replicas(list(self._stages.values()))
         compiled = frozenset(i for i, stage in self._stages.items() if stage.is_compiled)
         known = self._programs
-        if known is None or known.compiled != compiled:
+        if known is None or (known.compiled, known.skips) != (compiled, self._skips):
             self._programs = Programs.make(
-                self.schedule, self._first.group_rank, compiled, self._skips.all
+                self.schedule, self._first.group_rank, compiled, self._skips
             )
             before = frozenset() if known is None else known.whole
             if self._pilot is None:
@@ -289,7 +298,7 @@ class Pipeline(Sealed):
         the last stage. Without it, it is what `loss_weight` says, or how large they are.
         """
         self._join_run()
-        with self._failing_together():
+        with self._connection.failing_together() as comm:
             if weights is not None:
                 check_takes_weights("weights", self._settings)
             batch = Batch(
@@ -303,7 +312,9 @@ class Pipeline(Sealed):
             loss_weights = self._weigh_losses(
                 batch, self._has_backward, weights=weights, are_cut=False
             )
-            return self._run_batch(batch, loss_weights, self._has_backward, losses, return_outputs)
+            return self._run_batch(
+                comm, batch, loss_weights, self._has_backward, losses, return_outputs
+            )
 
     def recording(self) -> Recording:
         """The last steps, at most 100, with the times of all ranks by one clock.
@@ -323,18 +334,14 @@ class Pipeline(Sealed):
                 "no step has been recorded yet. Run one before asking for the recording; with the "
                 'schedule "auto" two, as memory is counted in the first.'
             )
-        with self._failing_together():
-            assert self._comm is not None
+        with self._connection.failing_together() as comm:
             return recorder.gather(
-                self._comm, self._first.device, self.schedule.placement, self.num_microbatches
+                comm, self._first.device, self.schedule.placement, self.num_microbatches
             )
 
     def close(self) -> None:
         """End the connections to other ranks now; otherwise they end with the last reference."""
-        if self._comm is not None:
-            self._comm.close()
-            self._comm = None
-        self._failure = self._failure or "it was closed"
+        self._connection.close()
 
     def register_custom_function(self, kind: type[Action], function: CustomFunction) -> None:
         """Call `function(action, context)` in place of running each action of a kind.
@@ -362,7 +369,7 @@ class Pipeline(Sealed):
     ) -> Any:
         args_spec, kwargs_spec, merge_spec = self._specs
         self._join_run()
-        with self._failing_together():
+        with self._connection.failing_together() as comm:
             args_split, kwargs_split = split_args_kwargs_into_chunks(
                 args if 0 in self._stages else (),
                 kwargs,
@@ -377,7 +384,9 @@ class Pipeline(Sealed):
             loss_weights = LossWeights.alike(self.num_microbatches)
             if has_backward or losses is not None:
                 loss_weights = self._weigh_losses(batch, has_backward, weights=None, are_cut=True)
-            outputs = self._run_batch(batch, loss_weights, has_backward, losses, return_outputs)
+            outputs = self._run_batch(
+                comm, batch, loss_weights, has_backward, losses, return_outputs
+            )
             return None if outputs is None else merge_chunks(outputs, merge_spec)
 
     def _weigh_losses(
@@ -411,13 +420,13 @@ class Pipeline(Sealed):
 
     def _run_batch(
         self,
+        comm: AbstractComm,
         batch: Batch,
         loss_weights: LossWeights,
         has_backward: bool,
         losses: list[Any] | None,
         return_outputs: bool,
     ) -> list[Any] | None:
-        assert self._comm is not None
         if has_backward and not torch.is_grad_enabled():
             raise StageError(
                 "step() was called where gradients are disabled, so there would be no backward. "
@@ -428,23 +437,22 @@ class Pipeline(Sealed):
         forms = {} if self._is_dynamic else self._forms[has_backward]
         keeps_outputs = return_outputs and self._holds_last
         pilot = self._pilot if has_backward else None
-        meter = None if pilot is None else pilot.make_meter()
-        if meter is None and self._recorders:
-            meter = Meter(self._first.device)
-        wire = Wire(self._comm, program, self._first.device, forms, meter)
+        observer = UNWATCHED if pilot is None else pilot.make_observer()
+        if observer is UNWATCHED and self._recorders:
+            observer = Observer(Meter(self._first.device))
         is_tied = has_backward and self._ties.stages
         step = Step(
             program=program,
             stages=self._stages,
-            wire=wire,
+            wire=Wire(comm, program, self._first.device, forms, observer.clock),
             batch=batch,
             settings=self._settings,
-            loss_weights=loss_weights,
+            losses=Losses(self.loss_fn, batch, loss_weights, has_backward),
             has_backward=has_backward,
             keeps_outputs=keeps_outputs,
             needs_losses=has_backward or losses is not None,
-            tied=TiedGrads(self._ties, self._stages, self._comm) if is_tied else None,
-            meter=meter,
+            tied=TiedGrads(self._ties, self._stages, comm) if is_tied else None,
+            observer=observer,
         )
         try:
             step.run_all()
@@ -455,12 +463,11 @@ class Pipeline(Sealed):
                 error.add_note(f"in {in_words(step.current)}, on rank {program.rank}")
             raise
         if losses is not None:
-            losses[:] = [loss_weights.weigh(mb, step.losses[mb]) for mb in sorted(step.losses)]
+            losses[:] = step.losses.weighed()
         for recorder in self._recorders:
-            assert meter is not None
-            recorder.take(meter)
+            recorder.take(observer)
         if pilot is not None:
-            following = pilot.end_step(meter, program.routes, forms)
+            following = pilot.end_step(observer, forms)
             if following != self._schedule:
                 self._use(following)
         return [step.outputs[mb] for mb in sorted(step.outputs)] if keeps_outputs else None
@@ -470,33 +477,8 @@ class Pipeline(Sealed):
         if (run := active_run()) is not None:
             run.watch(self._recorders, self._gather)
 
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Whatever is raised in here ends the step on all ranks."""
-        if self._failure:
-            raise CommError(
-                f"rank {self._first.group_rank}: this pipeline is at its end ({self._failure}). "
-                "Make a new pipeline on all ranks."
-            )
-        try:
-            if self._comm is None:
-                self._connect()
-            yield
-        except BaseException as error:
-            notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-            self._failure = f"{type(error).__name__}: {error}{notes}"
-            if self._comm is not None:
-                self._comm.fail(self._failure)
-                self._comm = None
-            raise
-
-    def _connect(self) -> None:
-        """Open the channels, and make sure that all ranks have the same pipeline in mind."""
-        group = self._first.group
-        if isinstance(group, LocalGroup):
-            self._comm = group.connect()
-        else:
-            self._comm = ProcessGroupComm(group, self._first.device, self._timeout_s)
+    def _meet(self, comm: AbstractComm) -> None:
+        """Make sure that all ranks have the same pipeline in mind, and open the channels."""
         own = {
             "num_stages": self._first.num_stages,
             "n_microbatches": self.num_microbatches,
@@ -507,8 +489,9 @@ class Pipeline(Sealed):
         }
         is_dynamic = any(stage.dynamic_shapes for stage in self._stages.values())
         is_reduced = any(stage.is_reduced for stage in self._stages.values())
-        gathered = self._comm.gather(
-            (own, is_dynamic, claim(self._stages), self._skips, sorted(self._stages), is_reduced)
+        own_skips = RankSkips.of(self._stages.values())
+        gathered = comm.gather(
+            (own, is_dynamic, claim(self._stages), own_skips, sorted(self._stages), is_reduced)
         )
         named, dynamic, claims, skips, held, reduced = zip(*gathered, strict=True)
         check_agreement(list(named))
@@ -516,18 +499,13 @@ class Pipeline(Sealed):
             check_replicas_are_known(self._replicas)
         if self._pilot is not None:
             placement = gathered_placement(held, self._first.num_stages)
-            self._use(
-                self._pilot.start(self._comm, self._first.device, placement, self.num_microbatches)
-            )
-        check_skips(skips, self.schedule.placement.ranks)
+            self._use(self._pilot.start(comm, self._first.device, placement, self.num_microbatches))
+        self._skips = check_skips(skips, self.schedule)
         self._is_dynamic = any(dynamic)
         self._ties = tie(
-            self._comm.rank, list(claims), is_one_process=isinstance(group, LocalGroup)
+            comm.rank, list(claims), is_one_process=isinstance(self._first.group, LocalGroup)
         )
-        all_skips = {skip for known in skips for skip in known.all}
-        self._comm.open(
-            used_channels(self.schedule, all_skips) | self._ties.channels_of(self._comm.rank)
-        )
+        comm.open(self._refresh().channels | self._ties.channels_of(comm.rank))
 
     def _describe_schedule(self) -> str:
         """What all ranks must have been given alike."""

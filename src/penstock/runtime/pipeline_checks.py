@@ -7,7 +7,7 @@ import torch.distributed as dist
 from penstock import schedules
 from penstock.errors import StageError
 from penstock.ir import Schedule
-from penstock.runtime.step import Settings
+from penstock.runtime.step_settings import Settings
 from penstock.stage import PipelineStage
 
 _LONGEST_TIMEOUT_S = 365 * 24 * 3600

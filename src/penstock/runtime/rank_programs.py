@@ -1,12 +1,14 @@
 """The programs of a rank's steps, for its stages as they are."""
 
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.ir import Rank, Schedule, StageId
-from penstock.runtime.messages.routes import Skip
-from penstock.runtime.program import Program, forward_only, make_program, split_stages
+from penstock.ir import Rank, Schedule, Skip, StageId
+from penstock.ir.message import Channel
+from penstock.passes.backward_halves import join_backward, split_stages
+from penstock.passes.simpler_orders import keep_forwards
+from penstock.runtime.program import Program, make_program
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,9 @@ class Programs:
 
     training: Program
     forward: Program
+    channels: frozenset[Channel]
+    """Those that any rank uses."""
+    skips: frozenset[Skip]
     compiled: frozenset[StageId]
     to_split: frozenset[StageId]
     """The stages whose backward the schedule splits."""
@@ -31,12 +36,16 @@ class Programs:
 
     @classmethod
     def make(
-        cls, schedule: Schedule, rank: Rank, compiled: frozenset[StageId], skips: Collection[Skip]
+        cls, schedule: Schedule, rank: Rank, compiled: frozenset[StageId], skips: frozenset[Skip]
     ) -> "Programs":
         to_split = split_stages(schedule)
+        training = make_program(join_backward(schedule, compiled & to_split), rank, skips)
+        forward = make_program(keep_forwards(schedule), rank, skips)
         return cls(
-            training=make_program(schedule, rank, whole=compiled & to_split, skips=skips),
-            forward=make_program(forward_only(schedule), rank, skips=skips),
+            training=training,
+            forward=forward,
+            channels=training.channels | forward.channels,
+            skips=skips,
             compiled=compiled,
             to_split=to_split,
         )

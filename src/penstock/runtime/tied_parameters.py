@@ -22,8 +22,8 @@ from penstock.comm.channels import both_ways
 from penstock.comm.pending import waited
 from penstock.errors import AgreementError, StageError
 from penstock.ir import Rank, StageId
-from penstock.ir.inputs import Channel
-from penstock.runtime.messages.forms import as_sent
+from penstock.ir.message import Channel
+from penstock.runtime.messages.sendable import as_sent
 from penstock.stage import PipelineStage
 
 _TAKES_FLAGS = "rank {} to take which gradients of tied parameters there are".format

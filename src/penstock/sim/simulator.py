@@ -12,10 +12,12 @@ from penstock.ir import (
     BackwardWeight,
     Forward,
     Overlap,
+    Recv,
     Schedule,
+    Send,
 )
-from penstock.ir.action import RECV_TYPES, SEND_TYPES
-from penstock.ir.inputs import Channel, Input, Inputs
+from penstock.ir.dataflow import Dataflow
+from penstock.ir.message import Channel, Message
 from penstock.ir.walking import walk
 from penstock.passes import add_comms
 from penstock.passes.held_memory import check_stages, whole_shares
@@ -75,7 +77,7 @@ def run(schedule: Schedule, costs: CostTable, *, blocking: bool = False) -> Time
     the schedule must then have communication.
     """
     network = _Network(schedule, costs)
-    arrivals: dict[Input, float] = {}
+    arrivals: dict[Message, float] = {}
     starts: list[list[float]] = [[] for _ in schedule.orders]
     ends: list[list[float]] = [[] for _ in schedule.orders]
     free = [0.0] * schedule.num_ranks
@@ -88,9 +90,9 @@ def run(schedule: Schedule, costs: CostTable, *, blocking: bool = False) -> Time
         end = start + duration(action, costs)
         for key in delivered:
             arrivals[key] = network.send(key, end)
-            if blocking and isinstance(action, SEND_TYPES):
+            if blocking and isinstance(action, Send):
                 end = arrivals[key]
-        if blocking and isinstance(action, RECV_TYPES):
+        if blocking and isinstance(action, Recv):
             start = free[rank]  # What it waits is part of it, as of a send.
         free[rank] = end
         starts[rank].append(start)
@@ -102,28 +104,34 @@ class _Network:
     """What messages cost on each edge, and what the last one on each channel left behind."""
 
     def __init__(self, schedule: Schedule, costs: CostTable) -> None:
-        self._inputs = Inputs(schedule)
-        # As `Inputs.edge` numbers them: down to each stage, and up to each stage.
-        self._delays = (0.0, *costs.delay, *costs.delay, 0.0)
-        self._transfers = (0.0, *costs.transfer, *costs.transfer, 0.0)
+        self._flow = Dataflow(schedule)
+        self._delays, self._transfers = costs.delay, costs.transfer
         # Messages that take the same time cannot get into each other's way.
         self._can_queue = any(costs.transfer) or len(set(costs.delay)) > 1
         self._free_at: dict[Channel, float] = {}
         self._last_arrival: dict[Channel, float] = {}
 
-    def send(self, key: Input, time: float) -> float:
-        """When an input arrives that is sent at `time`; messages of a channel stay in order."""
-        if not self._inputs.is_message(key):
+    def send(self, message: Message, time: float) -> float:
+        """When a message arrives that is sent at `time`; those of a channel stay in order."""
+        if not self._flow.is_sent(message):
             return time
-        edge = self._inputs.edge(key)
+        delay, transfer = self._cost(message)
         if not self._can_queue:
-            return time + self._delays[edge]
-        channel = self._inputs.channel(key)
-        free_at = max(time, self._free_at.get(channel, 0.0)) + self._transfers[edge]
-        arrival = max(free_at + self._delays[edge], self._last_arrival.get(channel, 0.0))
+            return time + delay
+        channel = self._flow.channel(message)
+        free_at = max(time, self._free_at.get(channel, 0.0)) + transfer
+        arrival = max(free_at + delay, self._last_arrival.get(channel, 0.0))
         self._free_at[channel] = free_at
         self._last_arrival[channel] = arrival
         return arrival
+
+    def _cost(self, message: Message) -> tuple[float, float]:
+        """The delay and the transfer of an edge, or of the slowest of those that are skipped."""
+        skip = message.skip
+        if skip is None:
+            return self._delays[message.edge], self._transfers[message.edge]
+        passed = slice(skip.source, skip.target)
+        return max(self._delays[passed]), max(self._transfers[passed])
 
 
 def _unit_costs(schedule: Schedule) -> CostTable:

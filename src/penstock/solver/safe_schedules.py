@@ -1,19 +1,18 @@
 """Schedules for any placement that hold little memory, to run before costs are known."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from penstock.costs import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import (
     Action,
     Backward,
-    BackwardInput,
-    BackwardWeight,
     Forward,
     Placement,
     Schedule,
 )
-from penstock.ir.action import compute_parts
+from penstock.passes.backward_halves import join_backward
+from penstock.passes.simpler_orders import part_overlaps
 from penstock.sim import simulate
 from penstock.solver.registered_schedules import registered
 
@@ -26,7 +25,7 @@ def safe_schedule(placement: Placement, num_microbatches: int) -> Schedule:
     found = [
         whole
         for _, schedule in registered(placement, num_microbatches)
-        if can_run(whole := _with_full_backwards(schedule))
+        if can_run(whole := join_backward(part_overlaps(schedule)))
     ]
     if not found:
         return one_at_a_time(placement, num_microbatches)
@@ -36,21 +35,6 @@ def safe_schedule(placement: Placement, num_microbatches: int) -> Schedule:
         return round(report.peak_memory, 9), report.makespan
 
     return min(found, key=cost)
-
-
-def _with_full_backwards(schedule: Schedule) -> Schedule:
-    """B where the schedule has I, and nothing where it has W; overlaps are taken apart."""
-
-    def whole(order: tuple[Action, ...]) -> Iterator[Action]:
-        for action in order:
-            for part in compute_parts(action):
-                if isinstance(part, BackwardInput):
-                    yield Backward(part.stage, part.mb)
-                elif not isinstance(part, BackwardWeight):
-                    yield part
-
-    orders = map(whole, schedule.orders)
-    return Schedule(orders, schedule.placement, schedule.num_microbatches)
 
 
 def can_run(

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 from penstock.costs.cost_table import CostTable
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Schedule, StageId
-from penstock.ir.inputs import Input, Inputs
+from penstock.ir.dataflow import Dataflow
+from penstock.ir.message import Message
 from penstock.ir.walking import walk
 from penstock.passes.held_memory import whole_shares
 from penstock.timeline.timeline import Timeline
@@ -54,22 +55,20 @@ def _delays(schedule: Schedule, timelines: Sequence[Timeline]) -> list[float]:
 
     It is the mean of both directions', so that an error between two clocks cancels out.
     """
-    inputs = Inputs(schedule)
+    flow = Dataflow(schedule)
     found: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
     for timeline in timelines:
-        made: dict[Input, float] = {}
+        made: dict[Message, float] = {}
         position = [0] * schedule.num_ranks
         for rank, _, needed, delivered in walk(schedule):
             place = position[rank]
             position[rank] += 1
             start, end = timeline.starts[rank][place], timeline.ends[rank][place]
             was_free = timeline.ends[rank][place - 1] if place else 0.0
-            for key in filter(inputs.is_message, needed):
+            for message in filter(flow.is_sent, needed):
                 # If the rank came later than the message was made, the delay cannot be seen.
-                if made[key] >= was_free:
-                    what = inputs.describe(key)
-                    edge = min(what.maker, what.stage)
-                    found[edge, what.is_gradient].append(start - made[key])
+                if made[message] >= was_free:
+                    found[message.edge, message.is_gradient].append(start - made[message])
             made |= dict.fromkeys(delivered, end)
     delays = []
     for edge in range(schedule.num_stages - 1):

@@ -15,7 +15,7 @@ from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agre
 from penstock.comm.abstract_comm import Transfer
 from penstock.errors import OptionError
 from penstock.ir import Rank, Schedule
-from penstock.ir.inputs import Channel
+from penstock.ir.message import Channel
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S, Pipeline
 from penstock.stage import Group, PipelineStage
 from penstock.timeline.recording import Recording

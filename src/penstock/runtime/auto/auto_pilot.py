@@ -22,14 +22,14 @@ import torch
 from penstock.comm import AbstractComm
 from penstock.comm.decisions import decide
 from penstock.errors import ScheduleError, StageError
-from penstock.ir import Placement, Schedule, StageId
+from penstock.ir import Message, Placement, Schedule, StageId
 from penstock.passes.held_memory import cap_of_each_rank
 from penstock.runtime.auto.next_schedule import NextSchedule, choose_next
 from penstock.runtime.auto.pilot import AbstractPilot
 from penstock.runtime.measuring.measuring_steps import Measuring, Share, join, receipt_s
 from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.measuring.observer import UNWATCHED, Observer
 from penstock.runtime.messages.forms import Form
-from penstock.runtime.messages.routes import Key, Routes
 from penstock.sim.simulator import duration
 from penstock.solver.safe_schedules import safe_schedule
 
@@ -142,22 +142,21 @@ class Auto(AbstractPilot):
         self._phase: Measuring | _Following = self._measure()
         return self._phase.schedule
 
-    def make_meter(self) -> Meter | None:
+    def make_observer(self) -> Observer:
         phase = self._phase
         if isinstance(phase, Measuring):
-            return phase.make_meter()
+            return phase.make_observer()
         is_timed = phase.num_steps < _NUM_TIMED or self._is_looking(phase)
-        return Meter(self._device) if is_timed else None
+        return Observer(Meter(self._device)) if is_timed else UNWATCHED
 
-    def end_step(self, meter: Meter | None, routes: Routes, forms: Mapping[Key, Form]) -> Schedule:
+    def end_step(self, observer: Observer, forms: Mapping[Message, Form]) -> Schedule:
         phase = self._phase
         if isinstance(phase, Measuring):
-            assert meter is not None
-            phase.take(meter)
+            phase.take(observer)
             if phase.is_done:
-                share = phase.share(self._comm, routes, forms)
+                share = phase.share(self._comm, forms)
                 self._phase = self._plan(share, statistics.median(phase.step_times_s))
-        elif meter is None:
+        elif not isinstance(meter := observer.clock, Meter):
             phase.num_steps += 1
         elif self._has_drifted(phase, meter):
             self._look_every *= 2  # Times that never rest are not worth a search each time.

@@ -7,10 +7,9 @@ import torch
 
 from penstock.comm import AbstractComm
 from penstock.errors import AgreementError
-from penstock.ir import Placement, Schedule, StageId
-from penstock.runtime.measuring.meter import Meter
+from penstock.ir import Message, Placement, Schedule, StageId
+from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.messages.forms import Form
-from penstock.runtime.messages.routes import Key, Routes
 
 
 class AbstractPilot(ABC):
@@ -32,11 +31,11 @@ class AbstractPilot(ABC):
         """The ranks have met; returns the schedule of the first step."""
 
     @abstractmethod
-    def make_meter(self) -> Meter | None:
+    def make_observer(self) -> Observer:
         """What is to watch the next step."""
 
     @abstractmethod
-    def end_step(self, meter: Meter | None, routes: Routes, forms: Mapping[Key, Form]) -> Schedule:
+    def end_step(self, observer: Observer, forms: Mapping[Message, Form]) -> Schedule:
         """A step has ended; returns the schedule of the next. It may talk to the other ranks."""
 
 

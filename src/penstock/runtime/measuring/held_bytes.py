@@ -8,9 +8,9 @@ compiled stages, whose operations cannot be watched and whose backward is never 
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.ir import Backward, BackwardInput, Forward, MicrobatchId, StageId
-from penstock.ir.action import SingleCompute
+from penstock.ir import Backward, BackwardInput, Forward, Message, MicrobatchId, StageId
+from penstock.ir.dataflow import Dataflow
+from penstock.runtime.measuring.observer import (
+    AbstractMemoryCount,
+    Leaves,
+    Note,
+    StepView,
+    note_nothing,
+)
+from penstock.runtime.program import Task
 from penstock.stage import PipelineStage
 
-Note: TypeAlias = Callable[[Any], None]
 
+class HeldBytes(AbstractMemoryCount):
+    """What the microbatches of one rank hold in a step: bytes, one number per microbatch.
 
-class HeldBytes:
-    """What the microbatches of one rank hold in a step: bytes, one number per microbatch."""
+    Stages of one rank share what they hand over. Here each works with a copy of its own, so that
+    what is still alive can be told apart.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.after_forward: defaultdict[StageId, list[int]] = defaultdict(list)
@@ -35,29 +45,42 @@ class HeldBytes:
         self._before = self._copied = 0
         self._held: dict[tuple[StageId, MicrobatchId], int] = {}
 
-    def begin(self, arrived: Iterable[Any], copied: Iterable[Any] = ()) -> None:
-        """An action has what it waited for, which counts as its own, and begins to compute.
+    def begin(self, flow: Dataflow) -> None:
+        self._flow = flow
 
-        `copied` are copies of what a stage of this rank holds as its output, and would otherwise
-        have been shared: they count only once that stage may have let go of it.
+    def take_over(self, leaves: Leaves) -> Leaves:
+        return _copied(leaves)
+
+    def arrived(self, messages: Sequence[Message], leaves: Sequence[Leaves]) -> None:
+        """What came counts as the action's own.
+
+        The activations of another stage of this rank are copies of what that holds as its output:
+        they count only once it may have let go of it.
         """
-        tensors = [leaf for leaf in (*arrived, *copied) if isinstance(leaf, Tensor)]
+        tensors = _tensors(leaves)
         self._live.note(tensors)
         self._before = self._live.total() - _num_bytes(tensors)
-        self._copied = _num_bytes(leaf for leaf in copied if isinstance(leaf, Tensor))
+        self._copied = _num_bytes(
+            tensor
+            for message, row in zip(messages, leaves, strict=True)
+            if not message.is_gradient and not self._flow.is_sent(message)
+            for tensor in _tensors(row)
+        )
 
     def watching(self, stage: PipelineStage, arguments: Any) -> AbstractContextManager[Note]:
-        """While a stage computes: forward, loss or backward; gives what takes its outputs."""
         return self._live.watching(stage, arguments)
 
-    def end(self, action: SingleCompute, given: Any) -> None:
-        """An action is done; `given` is what it has made for others, which is theirs."""
+    def computed(self, task: Task, step: StepView) -> None:
+        action = task.action
         place = action.stage, action.mb
         if isinstance(action, Forward):
             self._held[place] = self._live.total() - self._before
             self.after_forward[action.stage].append(max(0, self._held[place] - self._copied))
         elif isinstance(action, BackwardInput):
-            tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+            for leaves in step.made_by(task):
+                # Copies go on, so that what is still alive is what the weight backward holds.
+                leaves[:] = _copied(leaves)
+            tensors = _tensors((step.made_by(task), step.kept_of(task)))
             self._live.note(tensors)
             change = self._live.total() - self._before - _num_bytes(tensors)
             self.after_input[action.stage].append(max(0, self._held.pop(place) + change))
@@ -152,8 +175,12 @@ def _without_compiling() -> AbstractContextManager[Any]:
     return stance
 
 
-def note_nothing(outputs: Any) -> None:
-    """What takes the outputs of a stage whose operations are watched, or of which none are."""
+def _copied(leaves: Leaves) -> Leaves:
+    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _addresses(values: Any) -> set[int]:

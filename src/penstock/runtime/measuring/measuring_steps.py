@@ -1,7 +1,7 @@
 """Costs from real steps: which steps to run for them, and what follows from their times.
 
 Three kinds of steps, all of one schedule: the first warm up, and count memory; then come steps
-with the backward split, then steps with full backwards. Behind them messages are timed.
+with the backward split, then steps with full backwards. After them messages are timed.
 """
 
 import statistics
@@ -13,13 +13,13 @@ from enum import Enum, auto
 import torch
 
 from penstock.comm import AbstractComm
-from penstock.costs import CostTable
+from penstock.costs import CostTable, StageCost
 from penstock.ir import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
-    Placement,
+    Message,
     Schedule,
     StageId,
 )
@@ -28,8 +28,8 @@ from penstock.passes import split_backward
 from penstock.runtime.measuring.held_bytes import HeldBytes
 from penstock.runtime.measuring.message_times import Edge, measure_edges
 from penstock.runtime.measuring.meter import Meter, Timing
+from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.messages.forms import Form
-from penstock.runtime.messages.routes import Key, Routes
 
 
 class _Kind(Enum):
@@ -40,22 +40,11 @@ class _Kind(Enum):
     WHOLE = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class StageCosts:
-    """What one stage costs: seconds and bytes, each the median over microbatches and steps."""
-
-    forward: float
-    backward_input: float
-    backward_weight: float
-    backward: float
-    after_forward: float
-    after_input: float
-
-
 class Measuring:
     """Steps of a schedule with full backwards that find out what its stages cost.
 
-    `schedule` is what the next step has to run, with `make_meter()`; `take` takes what it showed.
+    `schedule` is what the next step has to run, watched by `make_observer()`; `take` takes what
+    that has seen.
     """
 
     def __init__(
@@ -79,34 +68,33 @@ class Measuring:
     def schedule(self) -> Schedule:
         return self._whole if not self._left or self._left[0] is _Kind.WHOLE else self._split
 
-    def make_meter(self) -> Meter:
+    def make_observer(self) -> Observer:
         if self._left[0] is _Kind.WARM_UP:
             self._held = HeldBytes(self._device)
-            return Meter(self._device, self._held)
-        return Meter(self._device)
+            return Observer(memory=self._held)
+        return Observer(Meter(self._device))
 
-    def take(self, meter: Meter) -> None:
+    def take(self, observer: Observer) -> None:
         """What a step has shown; then the next one may begin."""
-        kind = self._left.popleft()
+        kind, meter = self._left.popleft(), observer.clock
         if kind is _Kind.WARM_UP:
             return
+        assert isinstance(meter, Meter)
         if kind is _Kind.WHOLE:
             self.step_times_s.append(meter.ended_s - meter.began_s)
         for action, timing in meter.timings.items():
             self._timings[type(action), action.stage].append(timing)
 
-    def share(self, comm: AbstractComm, routes: Routes, forms: Mapping[Key, Form]) -> "Share":
+    def share(self, comm: AbstractComm, forms: Mapping[Message, Form]) -> "Share":
         """What this rank has to say; all ranks must call it, as messages are timed."""
         placement = self._whole.placement
-        edges = measure_edges(
-            comm, self._device, placement, _sent_on_edges(routes, placement, forms)
-        )
+        edges = measure_edges(comm, self._device, placement, forms)
         stages = placement.stages_of(comm.rank)
         receipts_s = {edge: found.receipt_s for edge, found in edges.items()}
         costs = {stage: self._costs(stage, receipts_s) for stage in stages}
         return Share(costs, edges)
 
-    def _costs(self, stage: StageId, receipts_s: Mapping[int, float]) -> StageCosts:
+    def _costs(self, stage: StageId, receipts_s: Mapping[int, float]) -> StageCost:
         def median_s(kind: type[SingleCompute]) -> float:
             taking_s = receipt_s(kind(stage, 0), receipts_s)
             return statistics.median(
@@ -116,8 +104,8 @@ class Measuring:
         forward, backward = median_s(Forward), median_s(Backward)
         after_forward = statistics.median(self._held.after_forward[stage])
         if not self._timings[BackwardInput, stage]:  # It is compiled: its backward stays whole.
-            return StageCosts(forward, backward, 0.0, backward, after_forward, 0.0)
-        return StageCosts(
+            return StageCost(forward, backward, 0.0, backward, after_forward, 0.0)
+        return StageCost(
             forward,
             median_s(BackwardInput),
             median_s(BackwardWeight),
@@ -127,23 +115,11 @@ class Measuring:
         )
 
 
-def _sent_on_edges(
-    routes: Routes, placement: Placement, forms: Mapping[Key, Form]
-) -> dict[int, Form]:
-    """The form of the first microbatch's activation on each edge, where it is known here."""
-    found = {}
-    for edge in range(placement.num_stages - 1):
-        key = routes.needed_from_neighbour(Forward(edge + 1, 0))
-        if key is not None and key in forms:
-            found[edge] = forms[key]
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
     """One rank's part of a cost table."""
 
-    stages: dict[StageId, StageCosts]
+    stages: dict[StageId, StageCost]
     edges: dict[int, Edge]
 
     @property
@@ -159,20 +135,12 @@ def receipt_s(action: SingleCompute, receipts_s: Mapping[int, float]) -> float:
 
 def join(shares: Iterable[Share]) -> CostTable:
     """The cost table of all ranks."""
-    stages: dict[StageId, StageCosts] = {}
+    stages: dict[StageId, StageCost] = {}
     edges: dict[int, Edge] = {}
     for share in shares:
         stages |= share.stages
         edges |= share.edges
-    in_order = [stages[stage] for stage in sorted(stages)]
-    links = [edges[edge] for edge in sorted(edges)]
-    return CostTable(
-        forward=[costs.forward for costs in in_order],
-        backward_input=[costs.backward_input for costs in in_order],
-        backward_weight=[costs.backward_weight for costs in in_order],
-        backward=[costs.backward for costs in in_order],
-        after_forward=[costs.after_forward for costs in in_order],
-        after_input=[costs.after_input for costs in in_order],
-        delay=[link.delay_s for link in links],
-        message_bytes=[link.message_bytes for link in links],
+    return CostTable.of(
+        [stages[stage] for stage in sorted(stages)],
+        [edges[edge].cost for edge in sorted(edges)],
     )

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from penstock.comm import AbstractComm, Transfer
 from penstock.comm.decisions import recv_value, send_value
-from penstock.ir import Placement, Rank
+from penstock.costs import EdgeCost
+from penstock.ir import Message, Placement, Rank
 from penstock.runtime.measuring.meter import now_s
 from penstock.runtime.messages.forms import Form
 
@@ -22,21 +23,20 @@ _PAUSE_S = 2e-3
 
 
 class Edge(NamedTuple):
-    """What messages between two neighbouring stages cost, on average of both directions."""
+    """What messages between two neighbouring stages take, on average of both directions."""
 
-    delay_s: float
-    """From when it has been sent to when it is there, less what its receiver has to do then."""
+    cost: EdgeCost
+    """Its delay: seconds from sending to being there, less what its receiver has to do then."""
     receipt_s: float
     """What it takes to receive a message that is there already."""
-    message_bytes: int
 
 
 def measure_edges(
-    comm: AbstractComm, device: torch.device, placement: Placement, forms: Mapping[int, Form]
+    comm: AbstractComm, device: torch.device, placement: Placement, forms: Mapping[Message, Form]
 ) -> dict[int, Edge]:
     """The edges that this rank has an end of; all ranks must call it.
 
-    `forms` has the form of the activation on each such edge between ranks.
+    `forms` has the form of the first microbatch's activation on each such edge between ranks.
     """
     edges = {}
     for edge, ends in enumerate(zip(placement.ranks, placement.ranks[1:], strict=False)):
@@ -44,9 +44,9 @@ def measure_edges(
             continue
         sender, receiver = ends
         if sender == receiver:
-            edges[edge] = Edge(0.0, 0.0, 0)
+            edges[edge] = Edge(EdgeCost(0.0, 0), 0.0)
             continue
-        tensors = [form.empty(device) for form in forms[edge].tensors]
+        tensors = [form.empty(device) for form in forms[Message(edge, edge + 1, 0)].tensors]
         ping = _Ping(comm, device, tensors, sender if comm.rank == receiver else receiver)
         edges[edge] = ping.measure(is_first=comm.rank == sender)
     return edges
@@ -84,7 +84,8 @@ class _Ping:
         receipt_s = recv_value(self.comm, self.device, self.other, what)
         round_trip_s, sending_s = map(statistics.median, zip(*pairs, strict=True))
         delay_s = max(0.0, round_trip_s / 2 - sending_s - receipt_s)
-        edge = Edge(delay_s, receipt_s, sum(tensor.nbytes for tensor in self.tensors))
+        num_bytes = sum(tensor.nbytes for tensor in self.tensors)
+        edge = Edge(EdgeCost(delay_s, num_bytes), receipt_s)
         send_value(self.comm, self.device, self.other, edge, what)
         return edge
 

@@ -1,4 +1,4 @@
-"""Times the actions of one step on one rank, and counts what its microbatches hold.
+"""Times the actions of one step on one rank.
 
 An action's time is all that passes between the end of the action before it and its own end, sends
 included, but for what the rank waits for messages: so the times of a rank that never waits add up
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.comm.abstract_comm import Describe, Transfer
-from penstock.ir import Backward, BackwardInput, Forward, SendActivation
-from penstock.ir.action import SEND_TYPES, Send, SingleCompute
-from penstock.runtime.measuring.held_bytes import HeldBytes
+from penstock.ir import Backward, BackwardInput, Forward, Send
+from penstock.ir.action import SingleCompute
+from penstock.runtime.measuring.observer import AbstractClock
 
 
 def now_s(device: torch.device) -> float:
@@ -41,16 +41,14 @@ class Timing:
         return self.ended_s - self.began_s - waited_s + self.sending_s
 
 
-class Meter:
+class Meter(AbstractClock):
     """Watches a step; `timings` has each forward and backward that has ended.
 
     While the step runs it only writes down when things happened, because every step that is
     recorded pays for that.
-    If `held` is given it counts memory, which takes time: then the timings are worth nothing.
     """
 
-    def __init__(self, device: torch.device, held: HeldBytes | None = None) -> None:
-        self.held = held
+    def __init__(self, device: torch.device) -> None:
         self.began_s = self.ended_s = 0.0
         self._device = device
         self._waits_s: list[float] = []
@@ -58,18 +56,16 @@ class Meter:
         """Of each action: itself, when it was done, and how many waits there had been by then."""
 
     def begin(self) -> None:
-        """The step begins."""
         self.began_s = self.ended_s = now_s(self._device)
 
     def wait_for(self, transfers: Iterable[Transfer], described: Describe) -> None:
-        """Wait for the parts of a message, and note how long that took."""
+        """Note how long that took."""
         began_s = now_s(self._device)
         for transfer in transfers:
             transfer.wait(described)
         self._waits_s.append(now_s(self._device) - began_s)
 
     def end(self, action: SingleCompute | Send) -> None:
-        """An action is done, and what follows is the next one's."""
         self.ended_s = now_s(self._device)
         self._ends.append((action, self.ended_s, len(self._waits_s)))
 
@@ -79,7 +75,7 @@ class Meter:
         found: dict[SingleCompute, Timing] = {}
         began_s, num_before = self.began_s, 0
         for action, ended_s, num_waits in self._ends:
-            if isinstance(action, SEND_TYPES):
+            if isinstance(action, Send):
                 maker = _maker(action, found)
                 sending_s = found[maker].sending_s + ended_s - began_s
                 found[maker] = replace(found[maker], sending_s=sending_s)
@@ -92,7 +88,7 @@ class Meter:
 
 def _maker(action: Send, made: Container[SingleCompute]) -> SingleCompute:
     """The action whose result a send sends."""
-    if isinstance(action, SendActivation):
+    if not action.message.is_gradient:
         return Forward(action.stage, action.mb)
     whole = Backward(action.stage, action.mb)
     return whole if whole in made else BackwardInput(action.stage, action.mb)

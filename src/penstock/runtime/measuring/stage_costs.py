@@ -12,15 +12,14 @@ from penstock.comm import AbstractComm
 from penstock.comm.decisions import decide
 from penstock.costs import CostTable
 from penstock.errors import CostError
-from penstock.ir import Placement, Schedule
+from penstock.ir import Message, Placement, Schedule
 from penstock.runtime import Pipeline
 from penstock.runtime.auto.pilot import AbstractPilot
 from penstock.runtime.measuring.measuring_steps import Measuring, join
-from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.messages.forms import Form
-from penstock.runtime.messages.routes import Key, Routes
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
-from penstock.runtime.step import LossFn
+from penstock.runtime.step_settings import LossFn
 from penstock.solver.safe_schedules import safe_schedule
 from penstock.stage import PipelineStage
 from penstock.stage.passage import stand_in_for
@@ -114,14 +113,13 @@ class _CostPilot(AbstractPilot):
         )
         return self._measuring.schedule
 
-    def make_meter(self) -> Meter:
-        return self._measuring.make_meter()
+    def make_observer(self) -> Observer:
+        return self._measuring.make_observer()
 
-    def end_step(self, meter: Meter | None, routes: Routes, forms: Mapping[Key, Form]) -> Schedule:
-        assert meter is not None
-        self._measuring.take(meter)
+    def end_step(self, observer: Observer, forms: Mapping[Message, Form]) -> Schedule:
+        self._measuring.take(observer)
         if self._measuring.is_done:
-            share = self._measuring.share(self._comm, routes, forms)
+            share = self._measuring.share(self._comm, forms)
             self.costs = decide(self._comm, self._device, share, join, "the costs of all stages")
         return self._measuring.schedule
 

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.pending import waited
-from penstock.errors import PipeliningShapeError, StageError
-from penstock.runtime.messages.sendable import find_fault
+from penstock.errors import PipeliningShapeError
 from penstock.stage.examples import check_tensor
 
 
@@ -137,25 +135,6 @@ def unflatten(leaves: Sequence[Any], structure: pytree.TreeSpec) -> tuple[Any, .
         return tuple(leaves)
     arguments: tuple[Any, ...] = pytree.tree_unflatten(leaves, structure)
     return arguments
-
-
-def as_sent(tensor: Tensor, device: torch.device, place: str, number: int | None = None) -> Tensor:
-    """The values of a tensor, laid out as they travel: all that is sent goes through here.
-
-    Raises if the tensor cannot be sent from a stage on `device`. `place` says what it is, and
-    `number` which of several.
-    """
-    tensor = waited(tensor)
-    if (fault := find_fault(tensor, device)) is not None:
-        which = place if number is None else f"{place} {number}"
-        raise StageError(
-            f"{which} is {fault.what}, which cannot be sent to another rank. Expected a plain, "
-            f"dense tensor with values on {device}: {fault.remedy}."
-        )
-    values = tensor.detach()
-    if values.is_contiguous() and not values.is_conj() and not values.is_neg():
-        return values
-    return values.resolve_conj().resolve_neg().contiguous()
 
 
 _KEEP_FORM = "Keep it the same in all steps, or make the stages with dynamic_shapes=True."

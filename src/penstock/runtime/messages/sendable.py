@@ -1,4 +1,4 @@
-"""Which tensors can be sent: those whose memory holds all that there is to know of them.
+"""Which tensors can be sent, and as what: those whose memory holds all there is to know of them.
 
 A link copies memory, and the receiver makes a plain tensor of it. Anything else would crash the
 process (no memory to read), or arrive as something else (a subclass, a layout, a scale).
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.backward.settling import PLAIN_TYPES
+from penstock.comm.pending import waited
 from penstock.errors import StageError
 
 
@@ -20,6 +21,25 @@ class Fault(NamedTuple):
     """Completes the sentence "it is ..."."""
     remedy: str
     """What to do in the stage that returns it."""
+
+
+def as_sent(tensor: Tensor, device: torch.device, place: str, number: int | None = None) -> Tensor:
+    """The values of a tensor, laid out as they travel: all that is sent goes through here.
+
+    Raises if the tensor cannot be sent from a stage on `device`. `place` says what it is, and
+    `number` which of several.
+    """
+    tensor = waited(tensor)
+    if (fault := find_fault(tensor, device)) is not None:
+        which = place if number is None else f"{place} {number}"
+        raise StageError(
+            f"{which} is {fault.what}, which cannot be sent to another rank. Expected a plain, "
+            f"dense tensor with values on {device}: {fault.remedy}."
+        )
+    values = tensor.detach()
+    if values.is_contiguous() and not values.is_conj() and not values.is_neg():
+        return values
+    return values.resolve_conj().resolve_neg().contiguous()
 
 
 def find_fault(tensor: Tensor, device: torch.device) -> Fault | None:

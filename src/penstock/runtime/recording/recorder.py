@@ -12,6 +12,7 @@ from penstock.comm.decisions import decide
 from penstock.ir import Placement, Schedule
 from penstock.ir.action import SingleCompute
 from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.recording.clocks import seconds_ahead
 from penstock.timeline import RecordedStep, Recording, Timeline
 
@@ -41,10 +42,10 @@ class Recorder:
         self._steps: deque[tuple[int, Meter]] = deque(maxlen=MOST_STEPS)
         self._num_steps = 0
 
-    def take(self, meter: Meter) -> None:
-        """A step has ended that this meter watched."""
-        if meter.held is None:  # Otherwise it counted memory, and its times mean nothing.
-            self._steps.append((self._num_steps, meter))
+    def take(self, observer: Observer) -> None:
+        """A step has ended; it is kept if it was timed, and not used to count memory."""
+        if isinstance(observer.clock, Meter):
+            self._steps.append((self._num_steps, observer.clock))
         self._num_steps += 1
 
     @property

@@ -1,0 +1,67 @@
+"""A pipeline's connection to the other ranks: how they meet, and how all of them fail together."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm
+from penstock.errors import CommError
+from penstock.ir import Rank
+from penstock.stage import Group
+
+
+class Connection:
+    """The channels to the other ranks of a group, from the first use to the first failure.
+
+    `meet` is called when they are there: all ranks are in it at the same time.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        rank: Rank,
+        device: torch.device,
+        timeout_s: float,
+        meet: Callable[[AbstractComm], None],
+    ) -> None:
+        self._group = group
+        self._rank = rank
+        self._device = device
+        self._timeout_s = timeout_s
+        self._meet = meet
+        self._comm: AbstractComm | None = None
+        self._failure = ""
+
+    @contextmanager
+    def failing_together(self) -> Iterator[AbstractComm]:
+        """Whatever is raised in here ends the pipeline on all ranks."""
+        if self._failure:
+            raise CommError(
+                f"rank {self._rank}: this pipeline is at its end ({self._failure}). "
+                "Make a new pipeline on all ranks."
+            )
+        try:
+            if self._comm is None:
+                self._comm = self._connect()
+                self._meet(self._comm)
+            yield self._comm
+        except BaseException as error:
+            notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+            self._failure = f"{type(error).__name__}: {error}{notes}"
+            if self._comm is not None:
+                self._comm.fail(self._failure)
+                self._comm = None
+            raise
+
+    def close(self) -> None:
+        """End the connection now; otherwise it ends with the last reference."""
+        if self._comm is not None:
+            self._comm.close()
+            self._comm = None
+        self._failure = self._failure or "it was closed"
+
+    def _connect(self) -> AbstractComm:
+        if isinstance(self._group, LocalGroup):
+            return self._group.connect()
+        return ProcessGroupComm(self._group, self._device, self._timeout_s)

@@ -1,0 +1,91 @@
+"""The losses of a step's microbatches, on the rank of the last stage."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.comm.pending import values_of, waited
+from penstock.errors import StageError
+from penstock.ir import MicrobatchId
+from penstock.microbatches.loss_weights import LossWeights
+from penstock.runtime.step_settings import Batch, LossFn
+from penstock.stage.passage import needs_grad
+
+
+@dataclass(slots=True)
+class Losses:
+    """Computes each microbatch's loss; `values` has those that are known, by microbatch."""
+
+    loss_fn: LossFn | None
+    batch: Batch
+    weights: LossWeights
+    has_backward: bool
+    values: dict[MicrobatchId, Any] = field(default_factory=dict)
+    _shapes: list[torch.Size] | None = None
+    """Those of the first outputs, where nothing else tells the sizes of microbatches."""
+
+    def compute(self, mb: MicrobatchId, outputs: Any) -> Tensor | None:
+        """Compute the loss of a microbatch; returns it if its backward follows."""
+        if self.loss_fn is None:
+            return None
+        with torch.set_grad_enabled(self.has_backward):
+            target = self.batch.targets[mb] if self.batch.targets else None
+            try:
+                loss = self.loss_fn(outputs, target, **self.batch.loss_kwargs)
+            except Exception as exc:
+                if target is None:
+                    exc.add_note("no target was given on this rank, which holds the last stage")
+                raise
+        self.values[mb] = waited(loss)
+        if not self.has_backward:
+            return None
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+            raise StageError(
+                f"loss_fn returned a loss {got} for microbatch {mb}. Expected a tensor with one "
+                "value: let it return the mean, or the sum with scale_grads=False."
+            )
+        if not self.weights.are_known:
+            self._check_alike(mb, outputs)
+        if not loss.requires_grad and any(map(needs_grad, pytree.tree_leaves(outputs))):
+            raise StageError(
+                f"loss_fn returned a loss that needs no gradient for microbatch {mb}, though the "
+                "outputs do, so nothing would be trained. Compute it from the outputs, without "
+                "detach() or item()."
+            )
+        return loss
+
+    def seed(self, mb: MicrobatchId, loss: Tensor) -> Tensor | None:
+        """The gradient that the backward of a loss begins with; None if it needs none."""
+        if not loss.requires_grad:
+            return None
+        return torch.full_like(loss, self.weights.seeds[mb], requires_grad=False)
+
+    def counts(self, mb: MicrobatchId) -> bool:
+        """Whether a microbatch has any weight in the loss of the batch."""
+        return self.weights.seeds[mb] != 0
+
+    def let_go(self, mb: MicrobatchId, loss: Tensor) -> None:
+        """Keep the value of a loss alone: its graph would keep the stage's inputs."""
+        self.values[mb] = values_of(loss)
+
+    def weighed(self) -> list[Any]:
+        """The losses times how much each counts, so that their mean is the loss of the batch."""
+        return [self.weights.weigh(mb, self.values[mb]) for mb in sorted(self.values)]
+
+    def _check_alike(self, mb: MicrobatchId, outputs: Any) -> None:
+        """Raises if microbatches differ in size, and so would have to count differently."""
+        shapes = [leaf.shape for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        if self._shapes is None:
+            self._shapes = shapes
+        elif shapes != self._shapes:
+            raise StageError(
+                f"the outputs of microbatch {mb} have shapes {list(map(tuple, shapes))}, but those "
+                f"of the first one have {list(map(tuple, self._shapes))}, so their losses should "
+                "not count alike. Expected equal shapes, or a way to tell the sizes on this rank, "
+                "which holds the last stage. Give step() the target there, or step_microbatches() "
+                "the weights; or let loss_fn return sums, with scale_grads=False."
+            )

@@ -1,0 +1,44 @@
+"""Arguments that need a gradient of their own: the caller's graph before the pipeline."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.runtime.messages.forms import flatten
+from penstock.stage.passage import needs_grad, stand_in_for
+
+
+class OutsideGraphs:
+    """Collects gradients of the caller's tensors; their graphs are gone through once, at the end.
+
+    The stages are given leaves of our own in their place.
+    """
+
+    def __init__(self) -> None:
+        self._grads: list[tuple[Tensor, Tensor]] = []
+
+    def cut_off(self, value: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+        """The value with stand-ins for tensors that need a gradient, and the pairs of both."""
+        leaves, structure = (
+            flatten(value) if isinstance(value, tuple) else pytree.tree_flatten(value)
+        )
+        if not any(map(needs_grad, leaves)):
+            return value, []
+        pairs = []
+        for number, leaf in enumerate(leaves):
+            if needs_grad(leaf):
+                leaves[number] = stand_in_for(leaf)
+                pairs.append((leaf, leaves[number]))
+        return pytree.tree_unflatten(leaves, structure), pairs
+
+    def add(self, tensor: Tensor, grad: Tensor) -> None:
+        """A microbatch has given one of the caller's tensors a gradient."""
+        self._grads.append((tensor, grad))
+
+    def backward(self) -> None:
+        """Hand all gradients to the caller's graphs."""
+        if self._grads:
+            tensors, grads = zip(*self._grads, strict=True)
+            torch.autograd.backward(tensors, grads)

@@ -1,0 +1,45 @@
+"""What a step is given: the batch, and how the pipeline runs its steps."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from penstock.ir import Action, StageId
+from penstock.microbatches.loss_weights import LossWeight
+from penstock.stage import PipelineStage
+
+LossFn: TypeAlias = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step was given, by microbatch."""
+
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    targets: list[Any]
+    loss_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a pipeline runs its steps."""
+
+    loss_fn: LossFn | None
+    scale_grads: bool
+    loss_weight: LossWeight | None
+    on_grads_ready: Callable[[PipelineStage], None]
+    custom_functions: Mapping[type[Action], "CustomFunction"]
+
+
+class ActionContext(Protocol):
+    """What a custom function is given beside the action that it runs in place of."""
+
+    stages: Mapping[StageId, PipelineStage]
+    batch: Batch
+
+    def run(self, action: Action) -> None:
+        """Run an action, or one half of an overlap, as the pipeline would have."""
+
+
+CustomFunction: TypeAlias = Callable[[Any, ActionContext], None]
