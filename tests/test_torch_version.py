@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 
 from penstock.torch_version import REQUIREMENT, TESTED, is_tested
-from test_layers import WITH_TORCH
+from test_layers import MAY_USE
 
 ROOT = Path(__file__).parents[1]
 # The command line loads torch only in commands that need it, by one of the other ways in.
-LAYERS = sorted(set(WITH_TORCH) - {"cli", "__main__", "training"})
+ROOMS = sorted(
+    room
+    for room, may in MAY_USE.items()
+    if "torch" in may.split() and room not in ("cli", "training")
+)
 WAYS_IN = [
-    *(f"import penstock.{layer}" for layer in LAYERS),
+    *(f"import penstock.{room}" for room in ROOMS),
     "import penstock.training.trainer",
     "import penstock; penstock.PipelineStage; penstock.split_args_kwargs_into_chunks",
     "from penstock import *",
