@@ -22,17 +22,19 @@ MAY_USE = {
     "draw": "ir costs timeline",
     "studio": "ir costs schedules timeline sim solver draw",
     "torch_version": "torch",
-    "backward": "torch torch_version sealed",
-    "comm": "torch torch_version ir backward",
-    "microbatches": "torch torch_version",
-    "stage": "torch ir sealed backward comm",
-    "cutting": "torch ir partition stage",
-    "runtime": "torch ir costs schedules passes timeline sim solver sealed"
+    "torch_private": "torch torch_version",
+    "backward": "torch torch_private sealed",
+    "comm": "torch torch_private ir backward",
+    "microbatches": "torch torch_private",
+    "stage": "torch torch_private ir sealed backward comm",
+    "cutting": "torch torch_private ir partition stage",
+    "runtime": "torch torch_private ir costs schedules passes timeline sim solver sealed"
     " backward comm microbatches stage",
     "compat": "torch schedules microbatches stage runtime",
-    "planning": "torch ir costs passes solver partition microbatches cutting",
+    "planning": "torch torch_private ir costs passes solver partition microbatches cutting",
     "training": "torch ir schedules timeline comm stage cutting runtime",
-    "cli": "torch ir costs schedules passes timeline sim solver draw studio planning training",
+    "cli": "torch torch_private ir costs schedules passes timeline sim solver draw studio"
+    " planning training",
     "__main__": "cli",
 }
 

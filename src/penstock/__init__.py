@@ -24,6 +24,7 @@ from penstock.errors import (
     RecordError,
     ScheduleError,
     StageError,
+    TorchError,
     TraceError,
 )
 
@@ -173,6 +174,7 @@ __all__ = [
     "RecordError",
     "ScheduleError",
     "StageError",
+    "TorchError",
     "TraceError",
     "__version__",
     *_LAZY_NAMES,

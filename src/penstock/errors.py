@@ -18,6 +18,7 @@ Each is also the built-in exception that fits, so `except RuntimeError` keeps wo
     ├── RecordError      (ValueError)     nothing was recorded, or a recording cannot be read
     ├── ScheduleError    (ValueError)     a schedule, a placement or its text is wrong
     ├── StageError       (ValueError)     stages do not fit the schedule, the group or their inputs
+    ├── TorchError       (ImportError)    this torch lacks a part that Penstock needs
     └── TraceError       (RuntimeError)   a model's forward cannot be traced
 """
 
@@ -94,6 +95,10 @@ class ScheduleError(PipelineError, ValueError):
 
 class StageError(PipelineError, ValueError):
     """Stages do not fit the schedule or the group, or a step was not given what it needs."""
+
+
+class TorchError(PipelineError, ImportError):
+    """This version of torch lacks private parts that Penstock needs; the message names them."""
 
 
 class TraceError(PipelineError, RuntimeError):

@@ -1,6 +1,6 @@
 """The split backward: a stage's backward as an input half and a weight half."""
 
-import penstock.torch_version  # noqa: F401 (warns)
+import penstock.torch_private  # noqa: F401 (checks torch)
 from penstock.backward.engine import ForwardPass, PendingWeights, SplitEngine
 from penstock.backward.functions import (
     stage_backward,

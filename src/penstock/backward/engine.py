@@ -29,6 +29,7 @@ from penstock.backward.translate import translated
 from penstock.backward.wrappers import find_wrapper
 from penstock.errors import BackwardError
 from penstock.sealed import Sealed
+from penstock.torch_private import own_parameters
 
 InputGrads: TypeAlias = tuple[Tensor | None, ...]
 
@@ -72,7 +73,7 @@ class SplitEngine(Sealed):
         self._sink = Sink()
         self._leaves = find_leaf_modules(module, self._sink)
         # Live: a parameter that is replaced is found, at less cost than module.parameters().
-        self._parameters = [m._parameters for m in module.modules() if m._parameters]
+        self._parameters = [own for m in module.modules() if (own := own_parameters(m))]
         self._signals = any(_is_held(param) for param in self._trainable())
         self._must_walk = True
         self._seal()

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from penstock.backward.sources import Source, Use, source_of
+from penstock.torch_private import accumulated_variable, sequence_number
 
 Edges: TypeAlias = Sequence[tuple[Node | None, int]]
 
@@ -94,13 +95,8 @@ def harvest(
     found = list({id(cluster): cluster for cluster in clusters.values()}.values())
     for cluster in found:
         if len(cluster.users) > 1:  # In the order in which autograd runs them, and adds up.
-            cluster.users.sort(key=_sequence_number, reverse=True)
+            cluster.users.sort(key=lambda user: sequence_number(user.node), reverse=True)
     return found
-
-
-def _sequence_number(user: User) -> int:
-    number: int = user.node._sequence_nr()
-    return number
 
 
 class _Graph:
@@ -178,7 +174,7 @@ class _Parameters:
         """The weight that this node accumulates into, if it does."""
         if type(node) is not _Accumulator:
             return None
-        variable: Tensor = node.variable  # type: ignore[attr-defined]  # an accumulator's
+        variable = accumulated_variable(node)
         return variable if id(variable) in self._weights else None
 
     def of_transpose(self, node: Node) -> Tensor | None:

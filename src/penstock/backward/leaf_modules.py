@@ -30,6 +30,13 @@ from penstock.backward.terms import (
 )
 from penstock.backward.wrappers import is_compiled
 from penstock.errors import BackwardError
+from penstock.torch_private import (
+    own_parameters,
+    peek_interpreter_stack,
+    top_saved_tensors_hooks,
+    unsafe_view,
+    version_of,
+)
 
 Forward: TypeAlias = Callable[..., Tensor]
 
@@ -116,7 +123,7 @@ class _Slot:
 
     def __init__(self, x: Tensor | None) -> None:
         self.x = x
-        self.version = 0 if x is None else x._version
+        self.version = 0 if x is None else version_of(x)
 
 
 class Tap(NamedTuple):
@@ -136,7 +143,7 @@ class Tap(NamedTuple):
                 "stage, but on another tensor that requires a gradient. Expected such a tensor "
                 "to be a parameter: register it as one."
             )
-        if x._version != self.slot.version:
+        if version_of(x) != self.slot.version:
             raise modified(x, after="forward", before="input backward")
         self.call.add_terms(grad, x, terms)
         return x, grad
@@ -155,7 +162,7 @@ class _Keep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        ctx.slot.x, ctx.slot.version = x.detach(), x._version
+        ctx.slot.x, ctx.slot.version = x.detach(), version_of(x)
         return grad, None
 
 
@@ -203,7 +210,7 @@ class _Params:
     __slots__ = ("_are_ours", "_bias", "_params", "_weight")
 
     def __init__(self, module: nn.Module) -> None:
-        self._params = module._parameters
+        self._params = own_parameters(module)
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self._are_ours = False
@@ -289,7 +296,7 @@ def _can_defer(weight: Tensor, x: Tensor, sink: Sink, are_saves_hooked: bool) ->
         return False
     if weight.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # In torch.func.vjp or the like.
+    if peek_interpreter_stack() is not None:  # In torch.func.vjp or the like.
         return False
     return are_saves_hooked or sink.taps is not None
 
@@ -316,10 +323,10 @@ def _run_deferred(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> 
 
 def _no_view(out: Tensor, shape: Sequence[int]) -> Tensor:
     """`out` in another shape and by a node of its own, but for autograd not a view of it."""
-    result: Tensor = torch.ops.aten._unsafe_view.default(out, shape)
+    result: Tensor = unsafe_view(out, shape)
     return result
 
 
 def _are_saves_hooked() -> bool:
     """Whether tensors that autograd saves now go through hooks: checkpointing, offloading."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return top_saved_tensors_hooks(False) is not None

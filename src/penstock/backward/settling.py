@@ -16,6 +16,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from penstock.backward.terms import Term, value_of
+from penstock.torch_private import (
+    foreach_add_,
+    post_accumulate_hooks,
+    set_tensor_hooks,
+    tensor_hooks,
+)
 
 Terms: TypeAlias = list[tuple[Tensor, Term]]
 """Each with the parameter that it is a piece of the gradient of."""
@@ -49,14 +55,14 @@ def carry_on(tails: Tails, params: Iterable[Tensor], *, retain_graph: bool = Fal
 @contextmanager
 def hooks_put_off(params: Sequence[Tensor]) -> Iterator[None]:
     """Take tensor hooks off the parameters: they belong to settling, a pass would run them."""
-    hooked = [(param, param._backward_hooks) for param in params if param._backward_hooks]
+    hooked = [(param, hooks) for param in params if (hooks := tensor_hooks(param))]
     for param, _ in hooked:
-        param._backward_hooks = None
+        set_tensor_hooks(param, None)
     try:
         yield
     finally:
         for param, hooks in hooked:
-            param._backward_hooks = hooks
+            set_tensor_hooks(param, hooks)
 
 
 def settle(terms: Terms, *, signal_accumulators: bool) -> None:
@@ -119,7 +125,7 @@ def _total(terms: Sequence[Term]) -> Tensor:
 
 def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
     """Whether no hook and no unusual layout asks for autograd's own way of adding."""
-    if param._backward_hooks or param._post_accumulate_grad_hooks:
+    if tensor_hooks(param) or post_accumulate_hooks(param):
         return False
     if param.grad_dtype is not param.dtype:
         return False
@@ -160,7 +166,7 @@ class _Sums:
 
     def run(self) -> None:
         if self._grads:
-            torch._foreach_add_(self._grads, self._values)
+            foreach_add_(self._grads, self._values)
 
 
 class _Delivery:

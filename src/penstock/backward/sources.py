@@ -21,6 +21,14 @@ from penstock.backward.terms import (
     Term,
     is_column_major,
 )
+from penstock.torch_private import (
+    grad_metadata,
+    saved_addend_scale,
+    saved_geometry,
+    saved_layout,
+    saved_scales,
+    saved_tensor,
+)
 
 Target: TypeAlias = Tensor | GradientEdge
 """Where a gradient belongs: a parameter, or a place in the graph that leads to some."""
@@ -206,7 +214,7 @@ def _matrix_source(node: Any, uses: Sequence[Use], kind: _MatrixNode) -> Source 
             is_right_transposed = kind.is_2d and _is_column_major(node, kind.right)
         elif use.transposed:
             return None
-    scales = (node._saved_alpha, node._saved_beta) if kind.left_edge else (1, 1)
+    scales = saved_scales(node) if kind.left_edge else (1, 1)
     if complex in map(type, scales):
         return None
     is_transposed = is_left_transposed, is_right_transposed
@@ -214,8 +222,7 @@ def _matrix_source(node: Any, uses: Sequence[Use], kind: _MatrixNode) -> Source 
 
 
 def _is_column_major(node: Any, factor: str) -> bool:
-    shape = getattr(node, f"_saved_{factor}_sym_sizes")
-    return is_column_major(shape, getattr(node, f"_saved_{factor}_sym_strides"))
+    return is_column_major(*saved_layout(node, factor))
 
 
 def _convolution_source(node: Any, uses: Sequence[Use]) -> Source | None:
@@ -224,40 +231,32 @@ def _convolution_source(node: Any, uses: Sequence[Use]) -> Source | None:
     x, weight = _saved(node, "input"), _saved(node, "weight")
     if x is None or weight is None:
         return None
-    geometry = ConvolutionGeometry(
-        node._saved_stride,
-        node._saved_padding,
-        node._saved_dilation,
-        node._saved_transposed,
-        node._saved_output_padding,
-        node._saved_groups,
-    )
-    return ConvolutionSource(uses, x, weight, geometry)
+    return ConvolutionSource(uses, x, weight, ConvolutionGeometry(*saved_geometry(node)))
 
 
 def _addition_source(node: Any, uses: Sequence[Use]) -> Source | None:
     """Only where more than the sum is put off: a parameter's own sum is not worth keeping for."""
-    (result,) = node._input_metadata
-    if result.dtype.is_complex or type(node._saved_alpha) is complex:
+    (result,) = grad_metadata(node)
+    if result.dtype.is_complex or type(saved_addend_scale(node)) is complex:
         return None
     for use in uses:
         if not isinstance(use.target, GradientEdge):
             return None
-        if use.target.node._input_metadata[use.target.output_nr].dtype != result.dtype:
+        if grad_metadata(use.target.node)[use.target.output_nr].dtype != result.dtype:
             return None
-    return AdditionSource(uses, node._saved_alpha)
+    return AdditionSource(uses, saved_addend_scale(node))
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
     """A plain, real tensor that the node saved without hooks, cut off from the graph."""
-    if getattr(node, "_raw_saved_" + name).unpack_hook is not None:
+    if (saved := saved_tensor(node, name)) is None:
         return None
-    tensor: Tensor = getattr(node, "_saved_" + name).detach()
+    tensor = saved.detach()
     return tensor if is_plain(tensor) and not tensor.is_complex() else None
 
 
 def _shape(target: Target) -> Sequence[int]:
     if isinstance(target, GradientEdge):
-        shape: Sequence[int] = target.node._input_metadata[target.output_nr].shape
+        shape: Sequence[int] = grad_metadata(target.node)[target.output_nr].shape
         return shape
     return target.shape

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import SUPPORTED_NODES
 
 from penstock.errors import BackwardError
+from penstock.torch_private import pytree
 
 
 def pair_with_grads(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -81,8 +81,8 @@ def _pairs(output: Any, grad: Any, name: str) -> Iterator[tuple[str, Tensor, Any
                 raise _mismatch(name, f"keys {sorted(map(str, grad))}", wanted)
         for key, item in output.items():
             yield from _pairs(item, None if grad is None else grad[key], f"{name}[{key!r}]")
-    elif type(output) in SUPPORTED_NODES:  # A container that the user taught torch about.
-        flatten = SUPPORTED_NODES[type(output)].flatten_fn
+    elif type(output) in pytree.SUPPORTED_NODES:  # A container that the user taught torch about.
+        flatten = pytree.SUPPORTED_NODES[type(output)].flatten_fn
         grads = None if grad is None else flatten(grad)[0]
         yield from _pairs(flatten(output)[0], grads, name)
 

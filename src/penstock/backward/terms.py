@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BackwardError
+from penstock.torch_private import version_of
 
 
 class MatrixProduct:
@@ -184,9 +185,9 @@ class Unmodified:
 
 def _versions(tensors: list[Tensor]) -> list[int]:
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(version_of, tensors))
     except RuntimeError:  # Inference tensors have none.
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
 def modified(tensor: Tensor, *, after: str, before: str) -> BackwardError:

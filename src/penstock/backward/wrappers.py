@@ -14,11 +14,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.torch_private import (
+    FULLY_SHARDED_NODE,
+    compiled_call,
+    is_instance_if_loaded,
+    is_optimized_module,
+    is_replicated_by_ddp,
+    is_replicated_by_fsdp,
+    own_parameters,
+)
+
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether this module itself was compiled; modules inside it are not checked."""
-    is_wrapper = _is_of(module, "torch._dynamo", "OptimizedModule")
-    return is_wrapper or module._compiled_call_impl is not None
+    return is_optimized_module(module) or compiled_call(module) is not None
 
 
 def outline(root: nn.Module) -> list[tuple[Any, ...]]:
@@ -32,8 +41,8 @@ def outline(root: nn.Module) -> list[tuple[Any, ...]]:
             module,
             type(module),
             type(module).forward,
-            module._compiled_call_impl,
-            bool(module._parameters),
+            compiled_call(module),
+            bool(own_parameters(module)),
         )
         for module in root.modules()
     ]
@@ -71,20 +80,15 @@ def find_wrapper(root: nn.Module) -> tuple[str, Wrapper] | None:
 def _wrapper_of(module: nn.Module, *, is_root: bool) -> Wrapper | None:
     if isinstance(module, DistributedDataParallel):
         return None if is_root else _INNER
-    if _is_of(module, "torch.distributed._composable.replicate_with_fsdp", "ReplicateModule"):
+    if is_replicated_by_fsdp(module):
         return _REPLICATED
-    if _is_of(module, "torch.distributed.fsdp", "FSDPModule"):
+    if is_instance_if_loaded(module, "torch.distributed.fsdp:FSDPModule"):
         return _SHARDED
-    if _is_of(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+    if is_instance_if_loaded(module, "torch.distributed.fsdp:FullyShardedDataParallel"):
         return _FLAT
-    if _is_of(module, "torch.distributed._composable.replicate", "DDP"):
+    if is_replicated_by_ddp(module):
         return _REDUCED
     return None
-
-
-def _is_of(module: nn.Module, package: str, name: str) -> bool:
-    kind: Any = getattr(sys.modules.get(package), name, None)
-    return kind is not None and isinstance(module, kind)
 
 
 def is_sharded_graph(roots: Sequence[Tensor]) -> bool:
@@ -100,7 +104,7 @@ def is_sharded_graph(roots: Sequence[Tensor]) -> bool:
         node = stack.pop()
         if node is None or node in seen:
             continue
-        if type(node).__name__ == "RegisterPostBackwardFunctionBackward":
+        if type(node).__name__ == FULLY_SHARDED_NODE:
             return True
         seen.add(node)
         stack += [following for following, _ in node.next_functions]

@@ -113,13 +113,14 @@ def _write(found: "Plan", output: str | None, save_costs: str | None) -> None:
 
 def _plan(name: str, num_ranks: int, options: dict[str, Any]) -> "Plan":
     from penstock.planning import plan as make_plan
+    from penstock.torch_private import FAKE_TENSOR_LOGGER
 
     function = load_function(name)
     with errors_in_one_line(f"{name} failed"):
         made = function()
     model, args, kwargs = _check_made(name, made)
     # torch would log, in many lines, what is told in one; --debug shows where it was raised.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
     with errors_in_one_line("The model failed"):
         return make_plan(model, num_ranks, batch=args, kwargs=kwargs, **options)
 

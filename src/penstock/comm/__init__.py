@@ -1,6 +1,6 @@
 """Channels between ranks: over torch.distributed, or within one process."""
 
-import penstock.torch_version  # noqa: F401 (warns)
+import penstock.torch_private  # noqa: F401 (checks torch)
 from penstock.comm.abstract_comm import AbstractComm, Describe, Transfer, check_agreement
 from penstock.comm.loopback import LocalGroup, local_ranks
 from penstock.comm.process_group import ProcessGroupComm

@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 from penstock.comm.abstract_comm import AbstractLink, Work, as_bytes
 from penstock.ir import Rank
 from penstock.ir.message import Channel
+from penstock.torch_private import set_timeout
 
 _TAG = 0
 _TAG_OF_NO_MESSAGE = 1
@@ -109,7 +110,7 @@ def nccl_pair(store: distributed_c10d.Store, rank: Rank, timeout_s: float, chann
     prefix = distributed_c10d.PrefixStore(f"nccl from {sender} to {receiver}", store)
     meet(prefix, rank, receiver if rank == sender else sender, timeout_s)
     options = distributed_c10d.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
+    set_timeout(options, timedelta(seconds=timeout_s))
     return distributed_c10d.ProcessGroupNCCL(prefix, 0 if rank == sender else 1, 2, options)
 
 

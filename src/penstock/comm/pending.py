@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 from torch import Tensor
 
 from penstock.backward.settling import PLAIN_TYPES
+from penstock.torch_private import async_collective_tensor
 
 Value = TypeVar("Value")
 
@@ -18,9 +19,7 @@ def waited(value: Value) -> Value:
     if type(value) in PLAIN_TYPES or not isinstance(value, Tensor):
         return value
     # Late: it takes a while to load, and whoever has such a tensor has loaded it.
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return cast(Value, value.wait()) if isinstance(value, AsyncCollectiveTensor) else value
+    return cast(Value, value.wait()) if isinstance(value, async_collective_tensor()) else value
 
 
 def values_of(tensor: Tensor) -> Tensor:

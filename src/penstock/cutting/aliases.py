@@ -7,14 +7,18 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx import Node
-from torch.utils import _pytree as pytree
+
+from penstock.torch_private import (
+    OpOverload,
+    pytree,
+    schema_of,
+    wrap_with_autocast,
+    wrap_with_set_grad_enabled,
+)
 
 _aten = torch.ops.aten
 # Operations that run a graph within the graph.
-CONTEXTS = (
-    torch.ops.higher_order.wrap_with_set_grad_enabled,
-    torch.ops.higher_order.wrap_with_autocast,
-)
+CONTEXTS = (wrap_with_set_grad_enabled, wrap_with_autocast)
 # Arguments that these operations change, if the argument in the third column is true; their
 # schemas do not say so.
 _HIDDEN_WRITES = {
@@ -53,11 +57,11 @@ def _aliased(node: Node, graph_module: fx.GraphModule) -> Node | None:
         if source.target in CONTEXTS:
             return _aliased_within(source, node.args[1], graph_module)
         return source if _aliased(source, graph_module) is not None else None
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         if torch.Tag.maybe_aliasing_or_mutating in node.target.tags:
             # Dropout that is off, say, returns its input.
             return next(iter(node.all_input_nodes), None)
-        if not any(result.alias_info for result in node.target._schema.returns):
+        if not any(result.alias_info for result in schema_of(node.target).returns):
             return None
         for argument, value in _arguments(node):
             if argument.alias_info is not None and isinstance(value, Node):
@@ -67,8 +71,8 @@ def _aliased(node: Node, graph_module: fx.GraphModule) -> Node | None:
 
 def _arguments(node: Node) -> Iterator[tuple[Any, Any]]:
     """The arguments of an operation as its schema has them, each with its value."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for number, argument in enumerate(node.target._schema.arguments):
+    assert isinstance(node.target, OpOverload)
+    for number, argument in enumerate(schema_of(node.target).arguments):
         if number < len(node.args):
             yield argument, node.args[number]
         else:
@@ -98,7 +102,7 @@ def graphs_within(
 
 def _changed_by(node: Node) -> Iterator[Node]:
     """The arguments that the node changes in place."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target is _aten.detach_.default:
+    if not isinstance(node.target, OpOverload) or node.target is _aten.detach_.default:
         return  # A tensor that is detached keeps its values.
     hidden, condition = _HIDDEN_WRITES.get(node.target, ((), 0))
     for number, (argument, value) in enumerate(_arguments(node)):

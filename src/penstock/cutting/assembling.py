@@ -17,6 +17,7 @@ from penstock.cutting.restored import module_of, restore
 from penstock.cutting.tracing import Trace
 from penstock.cutting.training_mode import follow_training_mode
 from penstock.ir import StageId
+from penstock.torch_private import own_buffers, own_modules, own_parameters
 
 
 def assemble(trace: Trace) -> Pipe:
@@ -109,7 +110,7 @@ def _install_all(trace: Trace, modules: list[fx.GraphModule]) -> list[dict[str, 
             elif stage not in holders[value]:
                 holders[value].append(stage)
         # They are there already, in the graph's order.
-        for attributes in (module._parameters, module._buffers, module._modules):
+        for attributes in (own_parameters(module), own_buffers(module), own_modules(module)):
             attributes.clear()
     names.add_unused(holders)
     tied: list[dict[str, str]] = [{} for _ in modules]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.cutting.cut_model import Pipe
 from penstock.cutting.marks import find_module, unknown_name
@@ -16,6 +15,13 @@ from penstock.cutting.model_names import Names, install
 from penstock.errors import PartitionError
 from penstock.ir import StageId
 from penstock.stage.outputs import as_arguments
+from penstock.torch_private import (
+    hooks_of_calls,
+    non_persistent_buffers,
+    own_buffers,
+    own_modules,
+    pytree,
+)
 
 Called: TypeAlias = nn.Module | Callable[..., Any]
 
@@ -100,7 +106,7 @@ class Chain:
         found: dict[nn.Module, StageId] = {}
         for stage, indices in enumerate(ranges):
             for module in (m for i in indices for m in _modules(self.layers[i])):
-                is_stateful = module._buffers.keys() - module._non_persistent_buffers_set
+                is_stateful = own_buffers(module).keys() - non_persistent_buffers(module)
                 if is_stateful and found.setdefault(module, stage) != stage:
                     raise PartitionError(
                         f"stages {found[module]} and {stage} both call a {type(module).__name__} "
@@ -195,7 +201,7 @@ def _expand(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if not _is_sequence(module):
         yield name, module
         return
-    for entry, child in module._modules.items():
+    for entry, child in own_modules(module).items():
         if child is not None:
             yield from _expand(f"{name}.{entry}" if name else entry, child)
 
@@ -204,14 +210,8 @@ def _is_sequence(module: nn.Module) -> bool:
     """Whether a module does nothing but call its entries in turn."""
     if isinstance(module, nn.ModuleList):
         return True
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
     is_plain = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
-    return is_plain and not any(hooks)
+    return is_plain and not any(hooks_of_calls(module))
 
 
 def _modules(layer: Called) -> Iterable[nn.Module]:

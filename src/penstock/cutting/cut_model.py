@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from penstock.cutting.model_names import install
 from penstock.errors import StageError
 from penstock.ir import StageId
 from penstock.stage import Group, PipelineStage
 from penstock.stage.outputs import as_arguments, shares_of
+from penstock.torch_private import pytree, wrap_with_autocast
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +254,6 @@ def _move_operations(module: fx.GraphModule, device: torch.device) -> None:
         for node in graph_module.graph.nodes:
             node.args = pytree.tree_map(moved, node.args)
             node.kwargs = pytree.tree_map(moved, node.kwargs)
-            if node.target is torch.ops.higher_order.wrap_with_autocast:
+            if node.target is wrap_with_autocast:
                 node.update_arg(0, device.type)
         graph_module.recompile()

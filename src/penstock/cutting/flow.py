@@ -21,6 +21,7 @@ from penstock.cutting.aliases import CONTEXTS, Aliases, graphs_within
 from penstock.cutting.marks import MARK, check_marks
 from penstock.errors import PartitionError
 from penstock.ir import StageId
+from penstock.torch_private import OpOverload, schema_of
 
 _aten = torch.ops.aten
 
@@ -115,10 +116,10 @@ def _is_pure(node: Node, graph_module: fx.GraphModule) -> bool:
             for step in inner.graph.nodes
             if step.op == "call_function"
         )
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return getattr(node.target, "__module__", "") == "_operator"
     impure = {torch.Tag.nondeterministic_seeded, torch.Tag.maybe_aliasing_or_mutating}
-    return bool(node.target._schema.returns) and not impure.intersection(node.target.tags)
+    return bool(schema_of(node.target).returns) and not impure.intersection(node.target.tags)
 
 
 def _stages(graph: fx.Graph, constants: frozenset[Node]) -> dict[Node, StageId]:

@@ -9,14 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.func import functional_call
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cutting.assembling import assemble
@@ -30,6 +24,12 @@ from penstock.ir import StageId
 from penstock.stage.outputs import as_arguments
 from penstock.stage.passage import needs_grad, stand_in_for
 from penstock.stage.unchanged import kept_as_it_was
+from penstock.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    pytree,
+)
 
 # A forward and the two halves of its backward do about the same work.
 _PASSES = 3

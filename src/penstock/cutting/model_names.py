@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.ir import StageId
+from penstock.torch_private import non_persistent_buffers, own_buffers, own_modules, own_parameters
 
 
 class Names:
@@ -17,11 +18,11 @@ class Names:
         self._names: defaultdict[Tensor, list[str]] = defaultdict(list)
         self._persistent: dict[str, bool] = {}
         for prefix, module in model.named_modules(remove_duplicate=False):
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
                 if tensor is not None:
                     full = f"{prefix}.{name}" if prefix else name
                     self._names[tensor].append(full)
-                    self._persistent[full] = name not in module._non_persistent_buffers_set
+                    self._persistent[full] = name not in non_persistent_buffers(module)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._names)
@@ -67,7 +68,7 @@ def install(
     """Set an attribute with a dotted name; the modules on the way are made if they are missing."""
     *path, last = name.split(".")
     for part in path:
-        if part not in module._modules:
+        if part not in own_modules(module):
             module.add_module(part, nn.Module())
         module = module.get_submodule(part)
     is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.autograd import Function
-from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.errors import TraceError
+from penstock.torch_private import CheckpointFunction, backward_hooks, calling_at_checkpoints
 
 # What is put in place of torch's own functions below is there for all threads; so are the hooks
 # of torch's counters.
@@ -37,7 +36,7 @@ def refusing_own_backwards(model: nn.Module) -> Iterator[None]:
 def _refusing(model: nn.Module) -> Iterator[None]:
     kind = type(model).__name__  # The functions below must not keep the model.
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if any(backward_hooks(module)):
             raise _refusal(kind, f"its module {name!r} has a backward hook")
     original, register_hook = vars(Function)["apply"], torch.Tensor.register_hook
     tracer = threading.get_ident()  # What other threads do meanwhile is none of our business.
@@ -72,18 +71,9 @@ def noticing_checkpoints(model: nn.Module) -> Iterator[None]:
 
 
 def _noticing(model: nn.Module) -> Iterator[None]:
-    original = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     found: list[bool] = []
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        found.append(True)
-        return original(*args, **kwargs)
-
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = note
-    try:
+    with calling_at_checkpoints(lambda: found.append(True)):
         yield
-    finally:
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = original
     if found:
         warnings.warn(
             f"{type(model).__name__} checkpoints activations, and a trace does not keep that: its "

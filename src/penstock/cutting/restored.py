@@ -11,6 +11,8 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
+from penstock.torch_private import share_contents
+
 _aten = torch.ops.aten
 _OPERATIONS: dict[type[nn.Module], object] = {
     nn.Linear: _aten.linear.default,
@@ -55,8 +57,7 @@ def restore(stage: nn.Module, name: str, original: nn.Module) -> None:
     nn.Module.__init__(module)
     for key, value in vars(original).items():
         vars(module).setdefault(key, value)
-    for key in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
-        vars(module)[key] = vars(held)[key]
+    share_contents(module, held)
     if original.bias is None:
         module.register_parameter("bias", None)
     setattr(parent, last, module)

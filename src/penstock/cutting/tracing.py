@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from penstock.cutting.marks import SplitPoint, marked, remove_calls
 from penstock.cutting.own_backwards import noticing_checkpoints, refusing_own_backwards
 from penstock.errors import PipelineError, StageError, TraceError
 from penstock.stage.examples import check_tensor
+from penstock.torch_private import assert_tensor_metadata, pytree
 
 TakeInputs: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]
 GiveOutputs: TypeAlias = Callable[[list[Any]], Any]
@@ -51,7 +51,7 @@ def trace(
     with noticing_checkpoints(model):
         program, graph_module = _export(model, args, kwargs, split_spec)
     # Autocast may well give other types than the trace has seen.
-    remove_calls(graph_module, torch.ops.aten._assert_tensor_metadata.default)
+    remove_calls(graph_module, assert_tensor_metadata)
     assert program.example_inputs is not None
     names = [
         spec.arg.name

@@ -1,6 +1,6 @@
 """Microbatches: how a batch is cut into them, joined again, and weighed in the loss."""
 
-import penstock.torch_version  # noqa: F401 (warns)
+import penstock.torch_private  # noqa: F401 (checks torch)
 from penstock.microbatches.chunk_specs import Replicate, TensorChunkSpec
 from penstock.microbatches.merging import merge_chunks
 from penstock.microbatches.splitting import split_args_kwargs_into_chunks

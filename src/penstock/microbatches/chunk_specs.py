@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
 from penstock.microbatches.nested_values import in_words, parts_of, require
+from penstock.torch_private import pytree
 
 
 @dataclass(frozen=True, slots=True, repr=False)

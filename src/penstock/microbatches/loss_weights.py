@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import CommError, MicrobatchError, StageError
+from penstock.torch_private import pytree
 
 LossWeight: TypeAlias = Callable[[Any], Any]
 """The weight of a microbatch, a number, by its target."""

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
 from penstock.microbatches.chunk_specs import Spec, TensorChunkSpec, find_specs
 from penstock.microbatches.masks import is_one_leaf
 from penstock.microbatches.nested_values import in_words, is_leaf, leaf_names, require
+from penstock.torch_private import pytree
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:

@@ -4,10 +4,10 @@ from reprlib import repr as short_repr
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
 from penstock.microbatches.masks import is_one_leaf
+from penstock.torch_private import pytree
 
 
 def require(is_right: bool, name: str, value: Any, expected: str) -> None:

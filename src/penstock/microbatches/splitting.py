@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
 from penstock.microbatches.chunk_specs import Spec, TensorChunkSpec, find_specs
 from penstock.microbatches.hidden_tensors import holds_batch
 from penstock.microbatches.masks import batch_of_mask, cut_mask, is_block_mask, is_one_leaf
 from penstock.microbatches.nested_values import leaf_names, require
+from penstock.torch_private import REGISTER_PYTREE_NODE, pytree
 
 
 def split_args_kwargs_into_chunks(
@@ -130,8 +130,8 @@ def _cut(
             raise MicrobatchError(
                 f"{whole.leaf_name(number)} is a {type(leaf).__name__} that holds tensors with a "
                 "batch, which cannot be cut into microbatches. Expected tensors, or nested tuples, "
-                "lists and dicts of them. Register its class with torch.utils._pytree."
-                f"register_pytree_node, or cut it for step_microbatches{whole.or_whole()}."
+                f"lists and dicts of them. Register its class with {REGISTER_PYTREE_NODE}, "
+                f"or cut it for step_microbatches{whole.or_whole()}."
             )
     return [leaf] * num_microbatches
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.cutting import LayerCost, count_layers, measure_layers
 from penstock.errors import CostError
 from penstock.microbatches import split_args_kwargs_into_chunks
 from penstock.planning.checked_counts import to_amount
+from penstock.torch_private import pytree
 
 LOGGER = logging.getLogger("penstock")
 

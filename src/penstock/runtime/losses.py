@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.comm.pending import values_of, waited
 from penstock.errors import StageError
@@ -13,6 +12,7 @@ from penstock.ir import MicrobatchId
 from penstock.microbatches.loss_weights import LossWeights
 from penstock.runtime.step_settings import Batch, LossFn
 from penstock.stage.passage import needs_grad
+from penstock.torch_private import pytree
 
 
 @dataclass(slots=True)

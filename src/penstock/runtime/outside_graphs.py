@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.runtime.messages.forms import flatten
 from penstock.stage.passage import needs_grad, stand_in_for
+from penstock.torch_private import pytree
 
 
 class OutsideGraphs:

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.comm.pending import values_of, waited
 from penstock.errors import StageError
@@ -39,6 +38,7 @@ from penstock.stage.passage import (
     needs_grad,
     stand_in_for,
 )
+from penstock.torch_private import REGISTER_PYTREE_NODE, pytree
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -219,7 +219,7 @@ class Step:
                     f"stage {stage.stage_index}, microbatch {mb}: output {number} is a "
                     f"{type(leaf).__name__} with a tensor that needs a gradient, which would be "
                     "lost. Return tensors, tuples or dicts, or register its class with "
-                    "torch.utils._pytree.register_pytree_node."
+                    f"{REGISTER_PYTREE_NODE}."
                 )
         # What needs no gradient may be the stage's own: a buffer that it changes.
         leaves[:] = [_own_copy(leaf) for leaf in leaves]

@@ -5,11 +5,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.backward import ForwardPass, stage_backward
 from penstock.comm.pending import values_of
 from penstock.errors import StageError
+from penstock.torch_private import REGISTER_PYTREE_NODE, pytree
 
 WeightBackward: TypeAlias = Callable[[], None]
 
@@ -115,8 +115,7 @@ def _can_be_nothing(outputs: Sequence[Any]) -> bool:
         raise StageError(
             "a microbatch has weight 0, and the last stage returns an object that torch cannot "
             "look into, so that it cannot be told which gradients are zero. Return tensors, "
-            "tuples or dicts, or register its class with torch.utils._pytree."
-            "register_pytree_node."
+            f"tuples or dicts, or register its class with {REGISTER_PYTREE_NODE}."
         )
     return any(map(needs_grad, outputs))
 

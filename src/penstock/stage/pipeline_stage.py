@@ -26,6 +26,7 @@ from penstock.stage.stage_checks import (
     unwrapped,
 )
 from penstock.stage.wrapping import Wrapping
+from penstock.torch_private import prepare_reducer
 
 
 class PipelineStage(Sealed):
@@ -211,7 +212,7 @@ class PipelineStage(Sealed):
     def expect_last_grads(self) -> None:
         """Let a data-parallel wrapper reduce gradients in the backward that comes next."""
         if self._wrapping.ddp is not None:
-            self._wrapping.ddp.reducer.prepare_for_backward([])
+            prepare_reducer(self._wrapping.ddp)
 
 
 def build_stage(

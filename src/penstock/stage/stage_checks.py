@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.comm import LocalGroup
 from penstock.errors import StageError
 from penstock.ir import StageId
+from penstock.torch_private import original_module
 
 Group: TypeAlias = dist.ProcessGroup | LocalGroup | None
 
@@ -80,7 +81,6 @@ def check_skip_counts(
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module that was wrapped or compiled, which knows parameters by their own names."""
-    while isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod"):
-        name = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod"
-        module = module.get_submodule(name)
-    return module
+    is_ddp = isinstance(module, DistributedDataParallel)
+    inner = module.get_submodule("module") if is_ddp else original_module(module)
+    return module if inner is None else unwrapped(inner)

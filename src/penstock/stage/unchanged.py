@@ -6,18 +6,20 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from penstock.torch_private import own_buffers
+
 
 @contextmanager
 def kept_as_it_was(module: nn.Module) -> Iterator[None]:
     """Puts back what running a module changes: its buffers, and the random state."""
-    before = [(owner, dict(owner._buffers)) for owner in module.modules()]
+    before = [(owner, dict(own_buffers(owner))) for owner in module.modules()]
     values = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         with torch.random.fork_rng():
             yield
     finally:
         for owner, buffers in before:  # Some may have been registered, removed or replaced.
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
+            own_buffers(owner).clear()
+            own_buffers(owner).update(buffers)
         for buffer, value in values:
             buffer.copy_(value)

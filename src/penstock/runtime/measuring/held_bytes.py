@@ -6,7 +6,6 @@ backward is not disturbed by this, as it would be by hooks on what autograd save
 compiled stages, whose operations cannot be watched and whose backward is never split.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,9 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.ir import Backward, BackwardInput, Forward, Message, MicrobatchId, StageId
 from penstock.ir.dataflow import Dataflow
@@ -29,6 +25,13 @@ from penstock.runtime.measuring.observer import (
 )
 from penstock.runtime.program import Task
 from penstock.stage import PipelineStage
+from penstock.torch_private import (
+    StorageWeakRef,
+    TorchDispatchMode,
+    is_compiler_loaded,
+    pytree,
+    storage_address,
+)
 
 
 class HeldBytes(AbstractMemoryCount):
@@ -117,7 +120,7 @@ class _Watched:
             storage = _storage_of(tensor)
             if storage is not None:
                 weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's is untyped
-                self._storages.setdefault(storage._cdata, (weak, storage.nbytes()))
+                self._storages.setdefault(storage_address(storage), (weak, storage.nbytes()))
 
     def total(self) -> int:
         self._storages = {
@@ -169,7 +172,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is 
 def _without_compiling() -> AbstractContextManager[Any]:
     """Compiled functions run as they were written: where operations are watched, torch.compile
     would give them up for good."""
-    if "torch._dynamo" not in sys.modules:
+    if not is_compiler_loaded():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
@@ -186,12 +189,12 @@ def _tensors(values: Any) -> list[Tensor]:
 def _addresses(values: Any) -> set[int]:
     """Where the storages of all tensors in a nested value are."""
     found = map(_storage_of, pytree.tree_leaves(values))
-    return {storage._cdata for storage in found if storage is not None}
+    return {storage_address(storage) for storage in found if storage is not None}
 
 
 def _is_new(value: Any, known: set[int]) -> bool:
     storage = _storage_of(value)
-    return storage is not None and storage._cdata not in known
+    return storage is not None and storage_address(storage) not in known
 
 
 def _storage_of(value: Any) -> torch.UntypedStorage | None:
@@ -211,4 +214,4 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     """What the tensors take, each storage once."""
     found = (storage for tensor in tensors if (storage := _storage_of(tensor)) is not None)
-    return sum({storage._cdata: storage.nbytes() for storage in found}.values())
+    return sum({storage_address(storage): storage.nbytes() for storage in found}.values())

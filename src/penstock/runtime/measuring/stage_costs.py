@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.comm import AbstractComm
 from penstock.comm.decisions import decide
@@ -24,6 +23,7 @@ from penstock.solver.safe_schedules import safe_schedule
 from penstock.stage import PipelineStage
 from penstock.stage.passage import stand_in_for
 from penstock.stage.unchanged import kept_as_it_was
+from penstock.torch_private import pytree
 
 
 def measure_costs(

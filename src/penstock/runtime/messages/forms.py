@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import PipeliningShapeError
 from penstock.stage.examples import check_tensor
+from penstock.torch_private import REGISTER_PYTREE_NODE, pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class _FormPickler(pickle.Pickler):
         if isinstance(value, Tensor):
             raise TypeError(
                 "it has a tensor in an object that torch cannot look into; register its class "
-                "with torch.utils._pytree.register_pytree_node, or return tuples or dicts"
+                f"with {REGISTER_PYTREE_NODE}, or return tuples or dicts"
             )
         return NotImplemented
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.backward.settling import PLAIN_TYPES
 from penstock.comm.pending import waited
 from penstock.errors import StageError
+from penstock.torch_private import is_functional_tensor, is_functorch_wrapped_tensor
 
 
 class Fault(NamedTuple):
@@ -95,12 +96,12 @@ def _has_memory(tensor: Tensor) -> bool:
 def _explain_memory(tensor: Tensor) -> Fault:
     if tensor.is_meta:
         return Fault("on meta and has no values", "compute it on a device that has memory")
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functorch_wrapped_tensor(tensor):
         return Fault(
             "a tensor inside a transform of torch.func (vmap, grad)",
             "return what the transform returns, not what it computes with",
         )
-    if torch._is_functional_tensor(tensor):
+    if is_functional_tensor(tensor):
         return Fault("a functional tensor, as tracing makes them", "run the stage, do not trace it")
     return Fault(
         "a tensor whose memory has been freed (its storage has been resized)",

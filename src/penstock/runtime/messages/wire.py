@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.comm import AbstractComm, Transfer
 from penstock.comm.abstract_comm import copy_of
@@ -21,6 +20,7 @@ from penstock.runtime.measuring.observer import AbstractClock
 from penstock.runtime.messages.forms import Form, pickle_form
 from penstock.runtime.messages.sendable import as_sent, check_mode
 from penstock.runtime.program import Program
+from penstock.torch_private import pytree
 
 # How many messages of a channel are posted while one is waited for, that one included: the next
 # can come while the rank computes.
