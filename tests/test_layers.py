@@ -10,6 +10,7 @@ from imports import SOURCE_FILES, SRC, imported_names, imported_names_of_file, i
 # others load in a fraction of a second, and plan, verify, simulate and draw without it.
 MAY_USE = {
     "errors": "",
+    "extras": "",
     "sealed": "",
     "ir": "",
     "costs": "ir",
@@ -17,10 +18,10 @@ MAY_USE = {
     "passes": "ir costs",
     "timeline": "ir costs passes",
     "sim": "ir costs passes timeline",
-    "solver": "ir costs schedules passes timeline sim",
+    "solver": "extras ir costs schedules passes timeline sim",
     "partition": "ir",
-    "draw": "ir costs timeline",
-    "studio": "ir costs schedules timeline sim solver draw",
+    "draw": "extras ir costs timeline",
+    "studio": "extras ir costs schedules timeline sim solver draw",
     "torch_version": "torch",
     "torch_private": "torch torch_version",
     "backward": "torch torch_private sealed",
@@ -33,7 +34,7 @@ MAY_USE = {
     "compat": "torch schedules microbatches stage runtime",
     "planning": "torch torch_private ir costs passes solver partition microbatches cutting",
     "training": "torch ir schedules timeline comm stage cutting runtime",
-    "cli": "torch torch_private ir costs schedules passes timeline sim solver draw studio"
+    "cli": "torch torch_private extras ir costs schedules passes timeline sim solver draw studio"
     " planning training",
     "__main__": "cli",
 }

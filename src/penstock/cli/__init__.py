@@ -3,11 +3,20 @@
 import sys
 from collections.abc import Sequence
 
+from penstock.errors import OptionError
+from penstock.extras import needed_by
+
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run a command line, by default that of this process, and exit."""
     try:
-        from penstock.cli import app
+        with needed_by("the command line", ["typer", "rich"], extra="cli", error=OptionError):
+            import rich  # noqa: F401  # Each command loads what it needs of it.
+
+            from penstock.cli import app
     except KeyboardInterrupt:  # So soon that not even the commands are known.
         sys.exit(130)
+    except OptionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     app.main(args)

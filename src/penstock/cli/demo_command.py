@@ -10,6 +10,7 @@ import typer
 from penstock.cli.ranks import be_rank, start_ranks
 from penstock.cli.screen import console
 from penstock.errors import OptionError
+from penstock.extras import needed_by
 from penstock.schedules import get
 from penstock.training.choices import check_run
 from penstock.training.launching import is_worker
@@ -49,6 +50,8 @@ def demo(
     texts = [check_run(config) for config in configs]
     if is_worker(os.environ):
         raise typer.Exit(be_rank(lambda: _work(configs, texts[0], Path(folder))))
+    with needed_by("the demo", ["matplotlib"], extra="cli,draw", error=OptionError):
+        import matplotlib  # noqa: F401  # Its pictures are drawn at the end, a minute from now.
     given = {
         "--steps": steps,
         "--schedule": schedule,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from penstock.draw.panel import Panel, check_panels
 from penstock.errors import DrawError
+from penstock.extras import needed_by
 
 PICTURES = (".png", ".svg")
 _SUFFIXES = {
@@ -17,18 +18,19 @@ _SUFFIXES = {
 
 
 def show(panels: Sequence[Panel]) -> None:
-    """Prints the panels in the terminal, under each other."""
-    # What one drawing needs is not loaded for another: matplotlib takes a while.
-    from penstock.draw.in_terminal import print_panels
-
+    """Prints the panels in the terminal, under each other; needs `pip install 'penstock[draw]'`."""
     check_panels(panels)
+    # What one drawing needs is not loaded for another: matplotlib takes a while.
+    with needed_by("Drawing in the terminal", ["rich"], extra="draw", error=DrawError):
+        from penstock.draw.in_terminal import print_panels
     print_panels(panels)
 
 
 def save(panels: Sequence[Panel], path: str | PathLike[str], *, dark: bool = False) -> None:
     """Writes the panels to a file: a picture, a page or a trace, as its suffix says.
 
-    `dark` is for pictures; a page follows the reader's own setting.
+    Pictures need `pip install 'penstock[draw]'`. `dark` is for them; a page follows the reader's
+    own setting.
     """
     check_panels(panels)
     suffix = Path(path).suffix.lower()

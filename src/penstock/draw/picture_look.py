@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from penstock.errors import DrawError
+from penstock.extras import needed_by
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,8 +62,8 @@ def page(*, dark: bool) -> Page:
 @contextmanager
 def plain_style() -> Iterator[None]:
     """Matplotlib as it comes, with the font that it brings along, whatever the user has set."""
-    from matplotlib import style
-
+    with needed_by("A picture", ["matplotlib"], extra="draw", error=DrawError):
+        from matplotlib import style
     settings = {
         "font.family": "DejaVu Sans",
         "text.parse_math": False,  # A dollar sign in a title is a dollar sign.

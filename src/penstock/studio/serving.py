@@ -12,7 +12,7 @@ from typing import NoReturn
 from urllib.parse import urlencode
 
 from penstock.errors import OptionError
-from penstock.studio.server import make_app
+from penstock.extras import needed_by
 
 HOST = "127.0.0.1"
 USUAL_PORT = 8787
@@ -24,8 +24,11 @@ def serve(fields: Mapping[str, str], *, port: int | None, is_opened: bool) -> No
     `fields` are those that differ from their defaults. Without a port the usual one is taken, so
     that an address can be kept, or any other if it is in use.
     """
-    import uvicorn
+    packages = ["anyio", "starlette", "uvicorn"]
+    with needed_by("the studio", packages, extra="studio", error=OptionError):
+        import uvicorn
 
+        from penstock.studio.server import make_app
     # Ctrl-C is how one leaves, at any moment.
     with suppress(KeyboardInterrupt), _listen(port) as listener:
         query = urlencode(fields)

@@ -12,6 +12,7 @@ from numbers import Real
 
 from penstock.costs import CostTable
 from penstock.errors import CostError, ScheduleError
+from penstock.extras import needed_by
 from penstock.ir import Forward, Placement, Schedule
 from penstock.ir.action import compute_parts
 from penstock.schedules.generator import Clock
@@ -98,13 +99,8 @@ def solve(
 
 
 def _import_search() -> Callable[[TickProblem, Incumbent, float], None]:
-    try:
+    with needed_by("The exact solver", ["ortools"], extra="exact", error=ScheduleError):
         from penstock.solver.exact.constraint_search import search
-    except ImportError as exc:
-        raise ScheduleError(
-            f"The exact solver needs OR-tools, which cannot be imported: {exc}. "
-            "Install it: pip install 'penstock[exact]', or '.[exact]' in the folder of Penstock."
-        ) from exc
     return search
 
 
