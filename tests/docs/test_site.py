@@ -1,14 +1,17 @@
-"""The site builds without a warning, has every public name and file, and fetches nothing."""
+"""The site builds without a warning, has every file and name, and all its links lead somewhere."""
 
+import ast
 import os
 import pkgutil
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
+from functools import cache
+from html import unescape
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import unquote, urlsplit
 
 import griffe
 import pytest
@@ -19,6 +22,16 @@ import penstock
 
 ROOT = Path(__file__).parents[2]
 BUILD_DEADLINE_S = 300
+SOURCE_FILES = [
+    file.relative_to(ROOT)
+    for pattern in ("src/**/*.py", "src/**/*.js", "examples/*.py", "benchmarks/*/*.*", "*.md")
+    for file in ROOT.glob(pattern)
+    if file.stat().st_size
+]
+MODULES = [file for file in SOURCE_FILES if file.parts[0] == "src" and file.suffix == ".py"]
+# What a browser fetches to show a page, and for a style sheet.
+FETCHED_BY_PAGE = re.compile(r'(?:<link\b[^>]*\shref|\s(?:src|srcset|data|poster))="([^"]*)"')
+FETCHED_BY_STYLE = re.compile(r"""(?:url\(|@import\s+)["']?([^"')]+)""")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 
 def build(directory: Path) -> str:
-    """Builds the site as `make docs` does; what was printed, and how it ended."""
+    """Build the site as `make docs` does; return what was printed, and how it ended."""
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", directory],
         cwd=ROOT,
@@ -49,6 +62,31 @@ def build(directory: Path) -> str:
     return f"{done.stdout}exit status {done.returncode}\n"
 
 
+@cache
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@cache
+def ids_of(page: Path) -> set[str]:
+    return {unescape(each) for each in re.findall(r'\bid="([^"]*)"', read(page))}
+
+
+def page_of(file: Path) -> Path:
+    """Return where the site shows a file of the repository."""
+    if file.name in {"__init__.py", "README.md"}:
+        return "source" / file.parent / "index.html"
+    return "source" / file.parent / f"{file.name.removesuffix('.md')}.html"
+
+
+def definitions(file: Path) -> set[str]:
+    """Return the paths of the public functions and classes that a module defines."""
+    body = ast.parse((ROOT / file).read_text()).body
+    names = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    module = ".".join(file.relative_to("src").with_suffix("").parts).removesuffix(".__init__")
+    return {f"{module}.{name}" for name in names if not name.startswith("_")}
+
+
 def test_build_is_strict_and_prints_no_warning(site: Path) -> None:
     lines = (site.parent / "log.txt").read_text().splitlines()
     unexpected = [line for line in lines if not line.startswith("INFO    -  ")]
@@ -56,22 +94,77 @@ def test_build_is_strict_and_prints_no_warning(site: Path) -> None:
 
 
 def test_every_source_file_has_a_page(site: Path) -> None:
-    files = [*ROOT.glob("src/penstock/**/*.py"), *ROOT.glob("examples/*.py")]
-    files += [*ROOT.glob("src/penstock/**/*.js"), *ROOT.glob("benchmarks/*/README.md")]
-    paths = [file.relative_to(ROOT) for file in files]
-    assert len(paths) > 200
-    assert [] == [path for path in paths if not (site / "source" / f"{path}.html").is_file()]
+    assert len(SOURCE_FILES) > 200
+    assert [] == [file for file in SOURCE_FILES if not (site / page_of(file)).is_file()]
 
 
-def test_page_of_a_source_file_has_its_text(site: Path) -> None:
-    page = (site / "source/src/penstock/errors.py.html").read_text()
-    lines = (ROOT / "src/penstock/errors.py").read_text().splitlines()
-    line = lines.index("class StageError(PipelineError, ValueError):") + 1
-    assert re.search(f'<span id="L{line}">.*StageError', page)
+def test_page_of_a_source_file_has_all_its_lines(site: Path) -> None:
+    for file in SOURCE_FILES:
+        if file.suffix != ".md":
+            num_lines = len((ROOT / file).read_text().splitlines())
+            assert f"__codelineno-code-{num_lines}" in ids_of(site / page_of(file)), file
+
+
+def test_page_of_a_module_documents_what_the_module_defines(site: Path) -> None:
+    assert len(MODULES) > 150
+    for file in MODULES:
+        assert set() == definitions(file) - ids_of(site / page_of(file)), file
+
+
+def test_index_links_to_every_definition(site: Path) -> None:
+    links = set(re.findall(r'href="([^"]*)"', read(site / "source/names.html")))
+    for file in MODULES:
+        page = page_of(file).relative_to("source")
+        assert set() == {f"{page}#{path}" for path in definitions(file)} - links, file
+
+
+def test_every_internal_link_leads_to_a_page_and_an_anchor(site: Path) -> None:
+    broken = []
+    for page in site.rglob("*.html"):
+        for link in set(re.findall(r'\s(?:href|src|srcset)="([^"]*)"', read(page))):
+            address = urlsplit(unescape(link))
+            if address.scheme or address.netloc:
+                continue
+            # The page for errors has absolute links, as it is shown in place of any other.
+            base = site if address.path.startswith("/") else page.parent
+            target = (base / unquote(address.path).lstrip("/")).resolve() if address.path else page
+            has_anchor = (
+                target.suffix != ".html"  # What follows a picture's name is for the style sheet.
+                or not address.fragment
+                or unquote(address.fragment) in ids_of(target)
+            )
+            if not (target.is_file() and has_anchor):
+                broken.append((page.relative_to(site).as_posix(), link))
+    assert [] == broken
+
+
+def test_link_to_a_file_of_the_repository_leads_to_its_page(site: Path) -> None:
+    assert "](../examples/train.py)" in (ROOT / "docs/auto.md").read_text()
+    assert 'href="source/examples/train.py.html"' in read(site / "auto.html")
+    assert "](examples/train.py)" in (ROOT / "README.md").read_text()
+    assert 'href="examples/train.py.html"' in read(site / "source/index.html")
+
+
+def test_link_called_by_a_file_name_shows_the_title(site: Path) -> None:
+    assert "[CONTRIBUTING.md](CONTRIBUTING.md)" in (ROOT / "README.md").read_text()
+    assert '<a href="CONTRIBUTING.html">Contributing</a>' in read(site / "source/index.html")
+
+
+def test_name_in_the_api_links_to_the_lines_that_define_it(site: Path) -> None:
+    heading = re.compile(r'<h\d id="(\S+)" class="doc doc-heading">(.*?)</h\d>', re.DOTALL)
+    link = re.compile(r'class="source-link" href="\.\./source/(\S+)\.html#__codelineno-code-(\d+)"')
+    headings = [each for page in site.glob("api/*.html") for each in heading.findall(read(page))]
+    assert len(headings) > 100
+    for name, html in headings:
+        [(page, line)] = link.findall(html)
+        file = ROOT / page
+        text = (file.with_name("__init__.py") if file.name == "index" else file).read_text()
+        definition = "\n".join(text.splitlines()[int(line) - 1 :][:9])  # After its decorators.
+        assert name.rpartition(".")[2] in definition, name
 
 
 def public_packages() -> list[ModuleType]:
-    """Penstock, and each of its packages that says what it offers."""
+    """Return Penstock, and each of its packages that says what it exports."""
     found = pkgutil.walk_packages(penstock.__path__, "penstock.")
     packages = [import_module(module.name) for module in found if module.ispkg]
     return [penstock, *(package for package in packages if hasattr(package, "__all__"))]
@@ -93,46 +186,20 @@ def test_every_public_name_is_in_the_api(site: Path) -> None:
 
 
 def test_every_public_name_has_a_docstring() -> None:
-    seen_as_users = griffe.load_extensions(ROOT / "scripts/docs/shadowed_modules.py")
-    package = griffe.load(
-        "penstock", search_paths=[ROOT / "src"], extensions=seen_as_users, resolve_aliases=True
-    )
+    package = griffe.load("penstock", search_paths=[ROOT / "src"], resolve_aliases=True)
     paths = [name.removeprefix("penstock.") for name in PUBLIC_NAMES]
     assert [] == [path for path in paths if not package[path].has_docstring]
-
-
-class Fetched(HTMLParser):
-    """Collects the addresses that a browser fetches to show a page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        fetching = {"src", "srcset", "data", "poster"} | ({"href"} if tag == "link" else set())
-        self.addresses += [value for name, value in attrs if name in fetching and value]
-
-
-def fetched_by(path: Path) -> list[str]:
-    """What a page or a style sheet fetches."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".css":
-        return re.findall(r"url\([\"']?([^)\"']+)|@import\s+[\"']([^\"']+)", text)
-    parser = Fetched()
-    parser.feed(text)
-    return parser.addresses
-
-
-def is_elsewhere(address: str) -> bool:
-    return address.startswith(("http:", "https:", "//"))
 
 
 def test_site_fetches_nothing_from_elsewhere(site: Path) -> None:
     pages, styles = sorted(site.rglob("*.html")), sorted(site.rglob("*.css"))
     assert len(pages) > 250
     assert styles
-    fetched = {(path.name, each) for path in pages + styles for each in fetched_by(path)}
-    assert set() == {(name, each) for name, each in fetched if is_elsewhere("".join(each))}
+    fetched = {(path.name, each) for path in pages for each in FETCHED_BY_PAGE.findall(read(path))}
+    fetched |= {
+        (path.name, each) for path in styles for each in FETCHED_BY_STYLE.findall(read(path))
+    }
+    assert set() == {(name, each) for name, each in fetched if re.match("(https?:)?//", each)}
 
 
 @pytest.mark.parametrize(
@@ -143,9 +210,5 @@ def test_site_fetches_nothing_from_elsewhere(site: Path) -> None:
         ([], '<a href="https://a.org">a</a>'),
     ],
 )
-def test_what_is_fetched_from_elsewhere_is_found(
-    expected: list[str], text: str, tmp_path: Path
-) -> None:
-    (tmp_path / "page.html").write_text(text)
-    found = fetched_by(tmp_path / "page.html")
-    assert expected == [address for address in found if is_elsewhere(address)]
+def test_what_a_page_fetches_is_found(expected: list[str], text: str) -> None:
+    assert expected == FETCHED_BY_PAGE.findall(text)
