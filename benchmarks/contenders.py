@@ -94,7 +94,7 @@ def make_schedule(name: str, p: int, m: int) -> penstock.Schedule | None:
     """The schedule, or None if there is none of this shape."""
     try:
         return penstock.schedules.get(name)(num_ranks=p, num_microbatches=m)
-    except penstock.ScheduleError:
+    except penstock.errors.ScheduleError:
         return None
 
 

@@ -37,7 +37,7 @@ tokens, mask = torch.randint(32, (8, 5)), torch.ones(8, 5, 1)
 
 # The example is one microbatch: 8 samples in 4 microbatches are 2 each.
 balanced = penstock.Balanced(schedule.num_stages, placement=schedule.placement)
-pipe = penstock.pipeline(model, (tokens[:2],), {"mask": mask[:2]}, split_policy=balanced)
+pipe = penstock.cut(model, (tokens[:2],), {"mask": mask[:2]}, split_policy=balanced)
 print(pipe.info())
 
 

@@ -28,7 +28,7 @@ def train(replica: int, pipeline_group: dist.ProcessGroup, same_stages: dist.Pro
     schedule = penstock.schedules.get("ZB-V")(
         num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES
     )
-    pipe = penstock.split(make_model(), schedule.num_stages)
+    pipe = penstock.cut_between_modules(make_model(), schedule.num_stages)
     held = schedule.placement.stages_of(rank)
     stages = [pipe.build_stage(i, "cpu", pipeline_group) for i in held]
     modules = [stage.submod for stage in stages]

@@ -39,7 +39,7 @@ def main() -> None:
     tokens = torch.arange(BATCH * TOKENS).reshape(BATCH, TOKENS) % 256
     microbatch = tokens[: BATCH // NUM_MICROBATCHES]
     model = make_model()
-    pipe = penstock.pipeline(
+    pipe = penstock.cut(
         model,
         mb_kwargs={"input_ids": microbatch, "labels": microbatch, "use_cache": False},
         split_policy=penstock.Balanced(schedule.num_stages, placement=schedule.placement),

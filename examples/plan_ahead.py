@@ -60,5 +60,5 @@ show("the same in 9 GB", memory=9 * GIGABYTE, overhead=1e-2)
 
 try:
     show("the same in 2 GB", memory=2 * GIGABYTE)
-except penstock.ScheduleError as error:
+except penstock.errors.ScheduleError as error:
     print(error)

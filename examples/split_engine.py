@@ -9,7 +9,7 @@ import copy
 import torch
 from torch import nn
 
-from penstock import SplitEngine
+from penstock.backward import SplitEngine
 
 
 def main() -> None:

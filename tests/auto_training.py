@@ -13,6 +13,7 @@ from torch import Tensor
 
 from limits import HANG_S
 from penstock import CostTable, Pipeline, Placement
+from penstock.runtime.auto.auto_value import Auto
 from stage_training import Group, assert_close, assert_same_grads, make_stages, rank_in
 from staged_models import MODELS, StepRecord, make_optimizer, named_grads, train_unsplit
 
@@ -52,13 +53,12 @@ def train_auto(group: Group, run: AutoRun) -> AutoRecord:
     held = Placement(run.placement).stages_of(rank_in(group))
     own = {index: model.stage(index, num_stages) for index in held}
     stages = make_stages(group, [own.get(index) for index in range(num_stages)], held)
-    options = {"search_seconds": 5, "timeout": HANG_S, **run.options}
     pipeline = Pipeline(
         stages,
-        "auto",
-        n_microbatches=run.num_microbatches,
+        Auto(**{"seconds": 5, **run.options}),
+        num_microbatches=run.num_microbatches,
         loss_fn=model.loss_fn("mean"),
-        **options,
+        timeout=HANG_S,
     )
     optimizer = make_optimizer(own.values(), run.batch_size, "mean")
     record = AutoRecord([], [])

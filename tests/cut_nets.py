@@ -58,7 +58,7 @@ def check(
     model = model.double()
     example = pytree.tree_map_only(Tensor, lambda leaf: leaf[:ROWS].clone(), batches[0])
     whole = copy.deepcopy(model)
-    pipe = penstock.pipeline(model, example.args, example.kwargs, **options)
+    pipe = penstock.cut(model, example.args, example.kwargs, **options)
     assert num_stages == pipe.num_stages
     start = copy.deepcopy(whole.state_dict())
     for name in ("1F1B", "ZB-V"):

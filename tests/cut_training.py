@@ -66,7 +66,7 @@ def cut(model: CutModel, num_stages: int, whole: nn.Module | None = None) -> Pip
     """Trace a model on one microbatch, and cut it."""
     args, kwargs, _ = model.batch(ROWS, 0)
     whole = model.model(num_stages) if whole is None else whole
-    return penstock.pipeline(whole, args, kwargs, split_spec=model.find_cuts(num_stages))
+    return penstock.cut(whole, args, kwargs, split_spec=model.find_cuts(num_stages))
 
 
 def train_cut(group: Group, run: CutRun, pipe: Pipe | None = None) -> RankRecord:

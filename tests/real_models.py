@@ -278,12 +278,12 @@ def cut_real(model: RealModel, module: nn.Module, cut: str, batch: Batch | None 
     way, num_stages = cut.split()
     example = model.microbatches(batch or model.batch())[0]
     if way == "balanced":
-        return penstock.pipeline(
+        return penstock.cut(
             module, example.args, example.kwargs, split_policy=Balanced(int(num_stages))
         )
     starts = model.starts if num_stages == "4" else model.starts[1:2]
     spec = dict.fromkeys(starts, SplitPoint.BEGINNING)
-    return penstock.pipeline(module, example.args, example.kwargs, split_spec=spec)
+    return penstock.cut(module, example.args, example.kwargs, split_spec=spec)
 
 
 def train_stages(

@@ -171,7 +171,7 @@ def test_library_works_without_any_extra(tmp_path: Path) -> None:
         "import torch\n"
         "from torch import nn\n"
         "model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\n"
-        "pipe = penstock.split(model, 2)\n"
+        "pipe = penstock.cut_between_modules(model, 2)\n"
         "def run(group):\n"
         "    stage = pipe.build_stage(group.rank, 'cpu', group)\n"
         "    loss_fn = nn.functional.mse_loss\n"

@@ -9,7 +9,7 @@ import pytest
 import penstock
 from imports import SOURCE_FILES, imported_names, imported_names_of_file, is_inside, name_file
 
-LAZY_NAMES = penstock._LAZY_NAMES
+ALL_NAMES = [*penstock._OWN_NAMES, *penstock._ROOMS, *penstock._DROP_IN_NAMES]
 
 
 def run_python(code: str) -> list[str]:
@@ -28,7 +28,7 @@ def test_import_loads_nothing_but_penstock_and_the_standard_library() -> None:
 
 
 def test_torch_is_loaded_by_the_first_use_of_a_name_that_needs_it() -> None:
-    name = "stage_backward"
+    name = "local_ranks"
     words = run_python(
         "import sys, penstock\n"
         "print('torch' in sys.modules)\n"
@@ -49,17 +49,31 @@ def test_planning_side_works_without_torch() -> None:
     assert ["0.0", "False"] == words
 
 
-def test_type_checkers_see_each_lazy_name_from_its_module() -> None:
+def test_type_checkers_see_each_name_from_its_room() -> None:
     names = imported_names(Path(penstock.__file__).read_text(), "penstock")
-    for_type_checkers = {name for name in names if not is_inside(name, "penstock.errors")}
-    expected = {f"{module}.{name}" for name, module in LAZY_NAMES.items()}
-    assert expected == for_type_checkers - {"importlib.import_module", "typing.TYPE_CHECKING"}
+    expected = {
+        *(f"penstock.{room}.{name}" for name, room in penstock._OWN_NAMES.items()),
+        *(f"penstock.{room}" for room in penstock._ROOMS),
+        *(f"penstock.compat.{name}" for name in penstock._DROP_IN_NAMES),
+    }
+    assert expected == set(names) - {"importlib.import_module", "typing.TYPE_CHECKING"}
 
 
-@pytest.mark.parametrize("name", sorted(set(penstock.__all__) - {"__version__"}))
-def test_public_name_resolves_and_is_documented_and_listed(name: str) -> None:
-    assert getattr(penstock, name).__doc__
-    assert name in dir(penstock)
+def test_public_names_resolve_and_are_documented_and_listed() -> None:
+    for name in ALL_NAMES:
+        assert getattr(penstock, name).__doc__, name
+        assert name in dir(penstock)
+    assert {"__version__", *penstock._OWN_NAMES} == set(penstock.__all__)
+
+
+def test_a_user_needs_about_two_dozen_names() -> None:
+    assert len(penstock.__all__) <= 28
+
+
+def test_names_of_torch_are_those_of_compat() -> None:
+    theirs = set(penstock.compat.__all__)
+    assert theirs == {*penstock._DROP_IN_NAMES, "PipelineStage"}
+    assert penstock.Schedule1F1B is penstock.compat.Schedule1F1B
 
 
 def test_name_that_does_not_exist_is_an_attribute_error() -> None:
@@ -67,10 +81,11 @@ def test_name_that_does_not_exist_is_an_attribute_error() -> None:
         _ = penstock.turbine
 
 
-@pytest.mark.parametrize("path", SOURCE_FILES, ids=name_file)
-def test_source_does_not_import_torch_pipelining(path: Path) -> None:
-    names = imported_names_of_file(path)
-    assert [] == [name for name in names if is_inside(name, "torch.distributed.pipelining")]
+def test_source_does_not_import_torch_pipelining() -> None:
+    for path in SOURCE_FILES:
+        names = imported_names_of_file(path)
+        theirs = [name for name in names if is_inside(name, "torch.distributed.pipelining")]
+        assert [] == theirs, name_file(path)
 
 
 @pytest.mark.parametrize(

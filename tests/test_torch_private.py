@@ -151,7 +151,7 @@ def test_torch_that_lacks_names_is_one_error_at_every_use() -> None:
         "torch.__version__ = '2.19.0+cpu'\n"
         "for name in ('stage_backward', 'split_args_kwargs_into_chunks', 'Pipeline', 'Pipe'):\n"
         "    try:\n        getattr(penstock, name)\n"
-        "    except penstock.TorchError as error:\n        print(error)"
+        "    except penstock.errors.TorchError as error:\n        print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert 0 == done.returncode, done.stderr

@@ -108,7 +108,7 @@ def enter(cut: str, name: str, case: Case, m: int, layers: LayerCosts) -> Entran
     torch.manual_seed(0)
     model = case.make_model()
     inputs, _ = case.make_batch(1)
-    pipe = penstock.pipeline(model, (inputs,), split_policy=cut_policy(cut, schedule, layers))
+    pipe = penstock.cut(model, (inputs,), split_policy=cut_policy(cut, schedule, layers))
     held = schedule.placement.stages_of(dist.get_rank())
     stages = [pipe.build_stage(stage, "cpu") for stage in held]
     return Entrant(

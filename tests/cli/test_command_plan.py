@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from command_line import run
 
-from penstock import OptionError, Schedule
+from penstock import Schedule
 from penstock.cli import main
+from penstock.errors import OptionError
 
 MODULE = """
 import torch

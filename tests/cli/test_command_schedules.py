@@ -179,9 +179,7 @@ def test_verify_checks_the_memory_in_microbatches_or_by_the_costs(
     costs = tmp_path / "costs.json"
     CostTable.uniform(2, after_forward=1024).save(costs)
     assert run("verify", csv, "--memory", 2).lines
-    assert (
-        "the rank holds 2, but its memory_cap is 1.5" in run("verify", csv, "--memory", 1.5).error
-    )
+    assert "the rank holds 2, but its memory is 1.5" in run("verify", csv, "--memory", 1.5).error
     assert run("verify", csv, "--memory", "2KiB,1KiB", "--costs", costs).lines
     assert "the rank holds 2048" in run("verify", csv, "--memory", "1KiB", "--costs", costs).error
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import examples
-from penstock import CommError
 from penstock.comm.channels import OpenChannels, both_ways, turn
+from penstock.errors import CommError
 from penstock.ir.message import Channel
 
 CHANNELS = st.sets(

@@ -9,9 +9,10 @@ import torch
 from torch.distributed import HashStore
 
 from nccl_stand_in import Pairs, StandInComm
-from penstock import CommError, LocalGroup, local_ranks
+from penstock import LocalGroup, local_ranks
 from penstock.comm.channels import both_ways
 from penstock.comm.links import meet
+from penstock.errors import CommError
 from penstock.ir.message import Channel
 
 

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import examples
-from penstock import CommError, LocalGroup, StageError, local_ranks
+from penstock import LocalGroup, local_ranks
 from penstock.comm import AbstractComm
 from penstock.comm.channels import both_ways
+from penstock.errors import CommError, StageError
 
 
 def _waiting_for(text: str):  # type: ignore[no-untyped-def]

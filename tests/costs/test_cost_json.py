@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import CostError, CostTable
+from penstock import CostTable
+from penstock.errors import CostError
 
 
 def table(**changes: Any) -> CostTable:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import CostError, CostTable
+from penstock import CostTable
+from penstock.errors import CostError
 
 STAGE_FIELDS = [
     "forward",

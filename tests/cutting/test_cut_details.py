@@ -10,7 +10,8 @@ from torch.nn import functional
 
 import penstock
 from limits import HANG_S
-from penstock import CostError, PartitionError, SplitPoint, StageError
+from penstock import SplitPoint
+from penstock.errors import CostError, PartitionError, StageError
 
 WIDTH = 4
 
@@ -25,7 +26,7 @@ X = torch.ones(2, WIDTH)
 def test_part_that_is_in_training_in_a_model_that_is_not_stays_so() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Dropout(0.5), nn.Linear(64, WIDTH)).eval()
     model[1].train()
-    pipe = penstock.pipeline(model, (X,), split_spec={"2": SplitPoint.BEGINNING})
+    pipe = penstock.cut(model, (X,), split_spec={"2": SplitPoint.BEGINNING})
     torch.manual_seed(1)
     expected = model(X)
     torch.manual_seed(1)
@@ -38,7 +39,7 @@ def test_dropout_that_is_always_on_stays_so_in_a_model_in_eval() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return functional.dropout(x, 0.5)
 
-    pipe = penstock.pipeline(Net().eval(), (torch.ones(100),))
+    pipe = penstock.cut(Net().eval(), (torch.ones(100),))
     assert not torch.equal(pipe(torch.ones(100)), pipe(torch.ones(100)))
 
 
@@ -46,24 +47,24 @@ def test_sequential_with_a_hook_is_one_layer() -> None:
     inner = layers(2)
     inner.register_forward_hook(lambda module, args, output: 2 * output)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner)
-    pipe = penstock.split(model, 2)
+    pipe = penstock.cut_between_modules(model, 2)
     assert torch.equal(model(X), pipe(X))
     with pytest.raises(PartitionError, match=r"2 layers cannot be cut into 3 stages"):
-        penstock.split(model, 3)
+        penstock.cut_between_modules(model, 3)
 
 
 def test_sequential_with_a_forward_of_its_instance_is_one_layer() -> None:
     inner = layers(2)
     inner.forward = lambda x: inner[1](inner[0](x)) + 1
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner)
-    assert torch.equal(model(X), penstock.split(model, 2)(X))
+    assert torch.equal(model(X), penstock.cut_between_modules(model, 2)(X))
 
 
 def test_hook_of_the_model_itself_is_rejected() -> None:
     model = layers()
     model.register_forward_hook(lambda module, args, output: 2 * output)
     with pytest.raises(PartitionError, match="Sequential has a forward or hooks of its own"):
-        penstock.split(model, 2)
+        penstock.cut_between_modules(model, 2)
 
 
 def test_buffer_of_the_model_itself_is_rejected() -> None:
@@ -71,7 +72,7 @@ def test_buffer_of_the_model_itself_is_rejected() -> None:
     model.layers = nn.ModuleList(layers())
     model.register_buffer("mean", torch.zeros(1))
     with pytest.raises(PartitionError, match="'mean' of Module is in none of its layers"):
-        penstock.split(model, 2, layers=["layers"])
+        penstock.cut_between_modules(model, 2, layers=["layers"])
 
 
 class Counting(nn.Module):
@@ -89,7 +90,7 @@ def test_module_with_state_in_two_stages_is_rejected() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), shared, nn.Linear(WIDTH, WIDTH), shared)
     message = r"stages 0 and 1 both call a Counting with the buffers calls"
     with pytest.raises(PartitionError, match=message):
-        penstock.split(model, ["2"])
+        penstock.cut_between_modules(model, ["2"])
 
 
 class MakesPositions(nn.Module):
@@ -104,7 +105,7 @@ class MakesPositions(nn.Module):
         return self.layer(x * self.scale) + positions
 
 
-def build(pipe: penstock.Pipe, **options: Any) -> penstock.PipelineStage:
+def build(pipe: penstock.CutModel, **options: Any) -> penstock.PipelineStage:
     return penstock.local_ranks(1, lambda group: pipe.build_stage(0, "cpu", group, **options))[0]
 
 
@@ -112,7 +113,7 @@ def test_model_cut_on_the_meta_device_runs_on_another() -> None:
     model = MakesPositions()
     with torch.device("meta"):
         empty = MakesPositions()
-    pipe = penstock.pipeline(empty, (X.to("meta"),))
+    pipe = penstock.cut(empty, (X.to("meta"),))
     pipe.get_stage_module(0).to_empty(device="cpu").load_state_dict(model.state_dict())
     with pytest.raises(StageError, match=r"stage 0 has the buffer 'scale', which was on the meta"):
         build(pipe)
@@ -134,22 +135,22 @@ def put_mark(graph_module: fx.GraphModule, target: Any) -> fx.GraphModule:
     ids=["function", "operator", "overload"],
 )
 def test_policy_may_put_any_form_of_pipe_split_into_the_graph(target: Any) -> None:
-    pipe = penstock.pipeline(layers(), (X,), split_policy=lambda graph: put_mark(graph, target))
+    pipe = penstock.cut(layers(), (X,), split_policy=lambda graph: put_mark(graph, target))
     assert 2 == pipe.num_stages
 
 
 def test_policy_that_returns_nothing_is_rejected() -> None:
     with pytest.raises(PartitionError, match=r"split_policy returned a NoneType. Expected the"):
-        penstock.pipeline(layers(), (X,), split_policy=lambda graph: None)
+        penstock.cut(layers(), (X,), split_policy=lambda graph: None)
 
 
 def test_models_can_be_traced_in_several_threads() -> None:
     apply, register_hook = vars(torch.autograd.Function)["apply"], Tensor.register_hook
-    pipes: list[penstock.Pipe] = []
+    pipes: list[penstock.CutModel] = []
 
     def work() -> None:
         for _ in range(3):
-            pipes.append(penstock.pipeline(layers(), (X,), split_policy=penstock.Balanced(2)))
+            pipes.append(penstock.cut(layers(), (X,), split_policy=penstock.Balanced(2)))
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
@@ -185,7 +186,7 @@ def test_measuring_that_fails_leaves_buffers_as_they_were() -> None:
 def test_layers_may_be_the_modules_themselves() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList(layers(4))
-    pipe = penstock.split(model, 2, layers=list(model.layers))
+    pipe = penstock.cut_between_modules(model, 2, layers=list(model.layers))
     assert [40, 40] == [stage.num_parameters for stage in pipe.info().stages]
     assert torch.equal(nn.Sequential(*model.layers)(X), pipe(X))
     assert set(model.state_dict()) == {
@@ -195,12 +196,12 @@ def test_layers_may_be_the_modules_themselves() -> None:
 
 def test_layer_that_is_no_module_of_the_model_is_rejected() -> None:
     with pytest.raises(PartitionError, match="layers holds a Linear that is no module of Sequent"):
-        penstock.split(layers(), 2, layers=["0", "1", "2", nn.Linear(WIDTH, WIDTH)])
+        penstock.cut_between_modules(layers(), 2, layers=["0", "1", "2", nn.Linear(WIDTH, WIDTH)])
 
 
 def test_split_spec_that_is_no_mapping_is_rejected() -> None:
     with pytest.raises(PartitionError, match=r"split_spec is \['1'\]. Expected a mapping from"):
-        penstock.pipeline(layers(), (X,), split_spec=["1"])
+        penstock.cut(layers(), (X,), split_spec=["1"])
 
 
 def test_missing_and_unknown_arguments_are_named() -> None:
@@ -208,7 +209,7 @@ def test_missing_and_unknown_arguments_are_named() -> None:
         def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
             return x * scale
 
-    pipe = penstock.pipeline(Net(), (X,), {"scale": X})
+    pipe = penstock.cut(Net(), (X,), {"scale": X})
     message = r"traced with 1 positional arguments, scale=, and called with 2 positional arguments"
     with pytest.raises(StageError, match=message):
         pipe(X, X)

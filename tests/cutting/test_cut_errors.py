@@ -12,16 +12,14 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock import (
-    Balanced,
+from penstock import Balanced, SplitPoint, pipe_split
+from penstock.errors import (
     CostError,
     PartitionError,
     PipelineError,
     PipeliningShapeError,
-    SplitPoint,
     StageError,
     TraceError,
-    pipe_split,
 )
 
 WIDTH = 4
@@ -56,15 +54,15 @@ def raises(error: type[PipelineError], *parts: str) -> Any:
 class TestTracing:
     def test_no_module(self) -> None:
         with raises(StageError, "module is a function. Expected a torch.nn.Module."):
-            penstock.pipeline(lambda x: x, (X,))  # type: ignore[arg-type]
+            penstock.cut(lambda x: x, (X,))  # type: ignore[arg-type]
 
     def test_arguments_that_are_no_tuple(self) -> None:
         with raises(StageError, "mb_args is a Tensor.", "(x,) for one."):
-            penstock.pipeline(Net(), X)  # type: ignore[arg-type]
+            penstock.cut(Net(), X)  # type: ignore[arg-type]
 
     def test_spec_and_policy(self) -> None:
         with raises(PartitionError, "split_spec and split_policy were both given", "Give one."):
-            penstock.pipeline(Net(), (X,), split_spec=CUT, split_policy=Balanced(2))
+            penstock.cut(Net(), (X,), split_spec=CUT, split_policy=Balanced(2))
 
     def test_branch_that_depends_on_values(self) -> None:
         def run(net: Net, x: Tensor) -> Tensor:
@@ -78,9 +76,9 @@ class TestTracing:
             "Net cannot be traced",
             f"{__file__}:",
             "in run: if h.sum() > 0:",
-            "penstock.split()",
+            "penstock.cut_between_modules()",
         ) as caught:
-            penstock.pipeline(Net(run), (X,))
+            penstock.cut(Net(run), (X,))
         assert caught.value.__cause__ is not None
         lines = Path(__file__).read_text().splitlines()
         line = 1 + lines.index("            if h.sum() > 0:")
@@ -88,14 +86,14 @@ class TestTracing:
 
     def test_forward_that_fails(self) -> None:
         with raises(TraceError, "Net cannot be traced", "RuntimeError"):
-            penstock.pipeline(Net(), (torch.ones(2, WIDTH + 1),))
+            penstock.cut(Net(), (torch.ones(2, WIDTH + 1),))
 
     def test_forward_that_fails_without_a_reason(self) -> None:
         def run(net: Net, x: Tensor) -> Tensor:
             raise KeyError
 
         with raises(TraceError, "KeyError: no reason given", "in run: raise KeyError"):
-            penstock.pipeline(Net(run), (X,))
+            penstock.cut(Net(run), (X,))
 
     def test_failed_tracing_leaves_no_hooks(self) -> None:
         def run(net: Net, x: Tensor) -> Tensor:
@@ -103,7 +101,7 @@ class TestTracing:
 
         model = Net(run)
         with raises(TraceError, "cannot be traced"):
-            penstock.pipeline(model, (X,), split_spec=CUT)
+            penstock.cut(model, (X,), split_spec=CUT)
         assert not model.first._forward_hooks
         assert not model.first._forward_pre_hooks
 
@@ -112,9 +110,11 @@ class TestTracing:
             return net.second(checkpoint(net.first, x, use_reentrant=True))
 
         with raises(
-            TraceError, "it uses checkpointing with use_reentrant=True", "penstock.split()"
+            TraceError,
+            "it uses checkpointing with use_reentrant=True",
+            "penstock.cut_between_modules()",
         ):
-            penstock.pipeline(Net(run), (X,))
+            penstock.cut(Net(run), (X,))
 
 
 class TestCutPoints:
@@ -130,8 +130,8 @@ class TestCutPoints:
             return net.second(h)
 
         with raises(PartitionError, "a cut point lies in a part of the forward", "Move it"):
-            penstock.pipeline(Net(run), (X,))
-        assert 1 == penstock.pipeline(Net(run), (X,), split_policy=Balanced(1)).num_stages
+            penstock.cut(Net(run), (X,))
+        assert 1 == penstock.cut(Net(run), (X,), split_policy=Balanced(1)).num_stages
 
     def test_unknown_name_gives_the_closest(self) -> None:
         with raises(
@@ -140,20 +140,20 @@ class TestCutPoints:
             "The closest are 'layers.0', 'layers'.",
             "Name a module as model.named_modules() does.",
         ):
-            penstock.pipeline(Net(), (X,), split_spec={"layers.1": SplitPoint.END})
+            penstock.cut(Net(), (X,), split_spec={"layers.1": SplitPoint.END})
 
     def test_unknown_name_that_is_like_nothing(self) -> None:
         with raises(PartitionError, "'qqqq' does not exist. Name a module"):
-            penstock.pipeline(Net(), (X,), split_spec={"qqqq": SplitPoint.END})
+            penstock.cut(Net(), (X,), split_spec={"qqqq": SplitPoint.END})
 
     def test_model_itself(self) -> None:
         with raises(PartitionError, "the cut point of Net '' does not exist."):
-            penstock.pipeline(Net(), (X,), split_spec={"": SplitPoint.END})
+            penstock.cut(Net(), (X,), split_spec={"": SplitPoint.END})
 
     def test_unknown_name_leaves_no_hooks(self) -> None:
         model = Net()
         with raises(PartitionError, "'secnd' does not exist. The closest are 'second'"):
-            penstock.pipeline(model, (X,), split_spec={**CUT, "secnd": SplitPoint.END})
+            penstock.cut(model, (X,), split_spec={**CUT, "secnd": SplitPoint.END})
         assert not model.first._forward_hooks
 
     def test_side_that_is_none(self) -> None:
@@ -162,12 +162,12 @@ class TestCutPoints:
             "split_spec['first'] is 'end'.",
             "Expected SplitPoint.BEGINNING or SplitPoint.END.",
         ):
-            penstock.pipeline(Net(), (X,), split_spec={"first": "end"})  # type: ignore[dict-item]
+            penstock.cut(Net(), (X,), split_spec={"first": "end"})  # type: ignore[dict-item]
 
     @pytest.mark.parametrize("name", ["layers", "norm", "layers.0"])
     def test_module_that_is_not_called(self, name: str) -> None:
         with raises(PartitionError, f"a cut at {name!r}, but", "never calls that module."):
-            penstock.pipeline(Net(), (X,), split_spec={name: SplitPoint.END})
+            penstock.cut(Net(), (X,), split_spec={name: SplitPoint.END})
 
     def test_stage_without_operations(self) -> None:
         spec = {"first": SplitPoint.BEGINNING}
@@ -176,7 +176,7 @@ class TestCutPoints:
             "stage 0 would have nothing to compute",
             "Move a cut point, or take it out.",
         ):
-            penstock.pipeline(Net(), (X,), split_spec=spec)
+            penstock.cut(Net(), (X,), split_spec=spec)
 
     def test_two_cuts_at_one_place(self) -> None:
         def run(net: Net, x: Tensor) -> Tensor:
@@ -185,11 +185,11 @@ class TestCutPoints:
             return net.second(h)
 
         with raises(PartitionError, "stage 1 would have nothing to compute"):
-            penstock.pipeline(Net(run), (X,), split_spec=CUT)
+            penstock.cut(Net(run), (X,), split_spec=CUT)
 
     def test_cut_after_the_last_operation(self) -> None:
         with raises(PartitionError, "stage 1 would have nothing to compute"):
-            penstock.pipeline(Net(), (X,), split_spec={"second": SplitPoint.END})
+            penstock.cut(Net(), (X,), split_spec={"second": SplitPoint.END})
 
     def test_nothing_crosses(self) -> None:
         def run(net: Net, x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class TestCutPoints:
             "stage 0 makes nothing that a later stage uses",
             "Move the cut point",
         ):
-            penstock.pipeline(Net(run), (X,))
+            penstock.cut(Net(run), (X,))
 
 
 class TestChangesInPlace:
@@ -220,7 +220,7 @@ class TestChangesInPlace:
             "share; both come from earlier stages",
             "Cut the model elsewhere",
         ):
-            penstock.pipeline(Net(run), (X,))
+            penstock.cut(Net(run), (X,))
 
     def test_buffer_changed_in_two_stages(self) -> None:
         def run(net: Net, x: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class TestChangesInPlace:
             "'norm.running_mean' is changed in the forward and used in stages 0 and 1",
             "so that one stage has all that uses it.",
         ):
-            penstock.pipeline(Net(run), (X,))
+            penstock.cut(Net(run), (X,))
 
     def test_buffer_changed_in_one_stage_and_used_in_another(self) -> None:
         def run(net: Net, x: Tensor) -> Tensor:
@@ -242,18 +242,18 @@ class TestChangesInPlace:
             return net.second(h) + net.norm.running_mean
 
         with raises(PartitionError, "'norm.running_mean' is changed in the forward and used in"):
-            penstock.pipeline(Net(run), (X,))
+            penstock.cut(Net(run), (X,))
 
 
 class TestCalls:
     @pytest.fixture
-    def pipe(self) -> penstock.Pipe:
+    def pipe(self) -> penstock.CutModel:
         def run(net: Net, x: Tensor, *, mask: Tensor, power: int) -> Tensor:
             return net.second(net.first(x) ** power) * mask
 
-        return penstock.pipeline(Net(run), (X,), {"mask": X, "power": 2}, split_spec=CUT)
+        return penstock.cut(Net(run), (X,), {"mask": X, "power": 2}, split_spec=CUT)
 
-    def test_other_shape(self, pipe: penstock.Pipe) -> None:
+    def test_other_shape(self, pipe: penstock.CutModel) -> None:
         with raises(
             PipeliningShapeError,
             "input x: shape mismatch: expected (2, 4), got (3, 4).",
@@ -261,28 +261,28 @@ class TestCalls:
         ):
             pipe(torch.ones(3, WIDTH), mask=X, power=2)
 
-    def test_other_dtype(self, pipe: penstock.Pipe) -> None:
+    def test_other_dtype(self, pipe: penstock.CutModel) -> None:
         with raises(PipeliningShapeError, "mask: dtype mismatch", "float32, got torch.float64"):
             pipe(X, mask=X.double(), power=2)
 
-    def test_missing_keyword(self, pipe: penstock.Pipe) -> None:
+    def test_missing_keyword(self, pipe: penstock.CutModel) -> None:
         with raises(StageError, "the model was traced with", "and called with", "Call it with"):
             pipe(X, mask=X)
 
-    def test_unknown_keyword(self, pipe: penstock.Pipe) -> None:
+    def test_unknown_keyword(self, pipe: penstock.CutModel) -> None:
         with raises(
             StageError, "and called with", "mask=, power=, other=, extra=.", "Call it with"
         ):
             pipe(X, mask=X, power=2, other=X, extra=1)
 
-    def test_keyword_given_by_position(self, pipe: penstock.Pipe) -> None:
+    def test_keyword_given_by_position(self, pipe: penstock.CutModel) -> None:
         with raises(StageError, "the model was traced with"):
             pipe(X, X, power=2)
 
-    def test_keywords_in_another_order_are_the_same(self, pipe: penstock.Pipe) -> None:
+    def test_keywords_in_another_order_are_the_same(self, pipe: penstock.CutModel) -> None:
         assert torch.equal(pipe(X, mask=X, power=2), pipe(X, power=2, mask=X))
 
-    def test_changed_constant(self, pipe: penstock.Pipe) -> None:
+    def test_changed_constant(self, pipe: penstock.CutModel) -> None:
         with raises(
             StageError,
             "input power is 3, but the model was traced with 2, on which its graph may depend.",
@@ -290,16 +290,16 @@ class TestCalls:
         ):
             pipe(X, mask=X, power=3)
 
-    def test_constant_in_place_of_a_tensor(self, pipe: penstock.Pipe) -> None:
+    def test_constant_in_place_of_a_tensor(self, pipe: penstock.CutModel) -> None:
         with raises(StageError, "mask is None, but the model was traced with a tensor"):
             pipe(X, mask=None, power=2)
 
-    def test_tensor_in_place_of_a_constant(self, pipe: penstock.Pipe) -> None:
+    def test_tensor_in_place_of_a_constant(self, pipe: penstock.CutModel) -> None:
         with raises(StageError, "power is a tensor, but the model was traced with 2"):
             pipe(X, mask=X, power=torch.tensor(2))
 
     @pytest.mark.parametrize("index", [2, -1, "0", None])
-    def test_stage_that_does_not_exist(self, pipe: penstock.Pipe, index: Any) -> None:
+    def test_stage_that_does_not_exist(self, pipe: penstock.CutModel, index: Any) -> None:
         with raises(StageError, f"stage_index is {index!r}. Expected a whole number from 0 to 1."):
             pipe.get_stage_module(index)
         with raises(StageError, "stage_index is"):
@@ -308,7 +308,7 @@ class TestCalls:
     def test_meta_device(self) -> None:
         with torch.device("meta"):
             model = Net()
-        pipe = penstock.pipeline(model, (X.to("meta"),), split_spec=CUT)
+        pipe = penstock.cut(model, (X.to("meta"),), split_spec=CUT)
 
         def main(group: penstock.LocalGroup) -> None:
             pipe.build_stage(0, "cpu", group)
@@ -324,12 +324,12 @@ class TestPolicies:
         with raises(
             CostError, "costs has 1 values, but the model has 2 layers: first, second. Give one"
         ):
-            penstock.pipeline(Net(), (X,), split_policy=Balanced(2, costs=[1.0]))
+            penstock.cut(Net(), (X,), split_policy=Balanced(2, costs=[1.0]))
 
     def test_memory_cap_with_plain_numbers(self) -> None:
-        policy = Balanced(2, costs=[1.0, 1.0], memory_cap=1e6)
+        policy = Balanced(2, costs=[1.0, 1.0], memory=1e6)
         with raises(CostError, "costs holds plain numbers", "penstock.measure_layers()"):
-            penstock.pipeline(Net(), (X,), split_policy=policy)
+            penstock.cut(Net(), (X,), split_policy=policy)
 
     def test_costs_that_shapes_do_not_tell(self) -> None:
         def pick(h: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ class TestPolicies:
             return graph_module
 
         model = Net()
-        pipe = penstock.pipeline(model, (X,), split_policy=cut_before_second)
+        pipe = penstock.cut(model, (X,), split_policy=cut_before_second)
         assert 2 == pipe.num_stages
         assert torch.equal(model(X), pipe(X))
 
@@ -362,9 +362,9 @@ class TestSplit:
             PartitionError,
             "Net has a forward or hooks of its own",
             "Give layers,",
-            "or trace it with penstock.pipeline().",
+            "or trace it with penstock.cut().",
         ):
-            penstock.split(Net(), 2)
+            penstock.cut_between_modules(Net(), 2)
 
     def test_unknown_cut_point(self) -> None:
         with raises(
@@ -373,7 +373,7 @@ class TestSplit:
             "Name the first layer of each later stage.",
         ):
             layers = ["first", "second", "norm", "layers"]
-            penstock.split(Net(), ["secnd"], layers=layers)
+            penstock.cut_between_modules(Net(), ["secnd"], layers=layers)
 
     def test_unknown_layer(self) -> None:
         with raises(
@@ -381,25 +381,25 @@ class TestSplit:
             "the layer of Net 'frst' does not exist. The closest are 'first'",
             "Name a module as model.named_modules() does.",
         ):
-            penstock.split(Net(), 2, layers=["frst", "second"])
+            penstock.cut_between_modules(Net(), 2, layers=["frst", "second"])
 
     @pytest.mark.parametrize("cuts", [["0"], ["2", "1"], ["1", "1"]])
     def test_stage_without_a_layer(self, cuts: list[str]) -> None:
         with raises(
             PartitionError, f"the cut points {', '.join(cuts)} leave a stage without a layer."
         ):
-            penstock.split(self.chain(), cuts)
+            penstock.cut_between_modules(self.chain(), cuts)
 
     def test_policy_without_costs_and_example(self) -> None:
         with raises(
             PartitionError, "the policy has no costs, and there are no mb_args", "Give mb_args"
         ):
-            penstock.split(self.chain(), Balanced(2))
+            penstock.cut_between_modules(self.chain(), Balanced(2))
 
     def test_costs_of_too_many_layers(self) -> None:
         with raises(CostError, "costs has 4 values, but the model has 3 layers: 0, 1, 2."):
-            penstock.split(self.chain(), Balanced(2, costs=[1.0] * 4))
+            penstock.cut_between_modules(self.chain(), Balanced(2, costs=[1.0] * 4))
 
     def test_more_stages_than_layers(self) -> None:
         with pytest.raises(PipelineError, match="4"):
-            penstock.split(self.chain(), 4)
+            penstock.cut_between_modules(self.chain(), 4)

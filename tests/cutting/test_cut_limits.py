@@ -11,7 +11,8 @@ from torch.nn import functional
 import penstock
 from cut_nets import WIDTH, Net, check, make_batch
 from limits import HANG_S
-from penstock import Balanced, PartitionError, SplitPoint, StageError, TraceError, pipe_split
+from penstock import Balanced, SplitPoint, pipe_split
+from penstock.errors import PartitionError, StageError, TraceError
 from staged_models import Batch
 
 
@@ -25,13 +26,13 @@ def two_layers(net: Net, x: Tensor) -> Tensor:
     return net.layers[1](h)
 
 
-def step(pipe: penstock.Pipe, x: Tensor) -> Any:
+def step(pipe: penstock.CutModel, x: Tensor) -> Any:
     """One step of 1F1B; what its last rank gives."""
 
     def main(group: penstock.LocalGroup) -> Any:
         stage = pipe.build_stage(group.rank, "cpu", group)
         pipeline = penstock.Pipeline(
-            [stage], "1F1B", n_microbatches=2, loss_fn=lambda y, _: y.mean(), timeout=HANG_S
+            [stage], "1F1B", num_microbatches=2, loss_fn=lambda y, _: y.mean(), timeout=HANG_S
         )
         return pipeline.step(x, target=x)
 
@@ -59,7 +60,7 @@ def test_autograd_function_is_refused() -> None:
         return net.layers[1](h)
 
     with refused(because="it calls the autograd Function TripleGrad"):
-        penstock.pipeline(Net(run), (torch.ones(2, WIDTH),))
+        penstock.cut(Net(run), (torch.ones(2, WIDTH),))
     x = torch.ones(1, requires_grad=True)
     TripleGrad.apply(x).backward()
     assert 3 == x.grad
@@ -73,14 +74,14 @@ def test_tensor_hook_is_refused() -> None:
         return net.layers[1](h)
 
     with refused(because="its forward registers a hook on a tensor"):
-        penstock.pipeline(Net(run), (torch.ones(2, WIDTH),))
+        penstock.cut(Net(run), (torch.ones(2, WIDTH),))
 
 
 def test_module_backward_hook_is_refused() -> None:
     model = Net(two_layers)
     model.layers[1].register_full_backward_hook(lambda module, given, taken: (2 * given[0],))
     with refused(because="its module 'layers.1' has a backward hook"):
-        penstock.pipeline(model, (torch.ones(2, WIDTH),))
+        penstock.cut(model, (torch.ones(2, WIDTH),))
 
 
 class WithBuffer(Net):
@@ -98,7 +99,7 @@ def test_buffer_changed_without_gradients_in_two_stages_is_refused() -> None:
         return net.layers[1](h) + net.mean
 
     with pytest.raises(PartitionError, match="is changed in the forward and used in stages"):
-        penstock.pipeline(WithBuffer(run), (torch.ones(2, WIDTH),))
+        penstock.cut(WithBuffer(run), (torch.ones(2, WIDTH),))
 
 
 def test_norm_in_autocast_in_two_stages_is_refused() -> None:
@@ -111,7 +112,7 @@ def test_norm_in_autocast_in_two_stages_is_refused() -> None:
         return net.layers[2](x)
 
     with pytest.raises(PartitionError, match="is changed in the forward and used in stages"):
-        penstock.pipeline(Net(run, norm=nn.BatchNorm1d(WIDTH)), (torch.ones(2, WIDTH),))
+        penstock.cut(Net(run, norm=nn.BatchNorm1d(WIDTH)), (torch.ones(2, WIDTH),))
 
 
 def test_change_of_what_idle_dropout_returned_is_the_models_or_refused() -> None:
@@ -146,7 +147,7 @@ def test_cast_in_a_stage_that_runs_in_autocast() -> None:
         return net.layers[1](h)
 
     model, x = Net(run), torch.ones(2, WIDTH)
-    pipe = penstock.pipeline(model, (x,))
+    pipe = penstock.cut(model, (x,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(model(x), pipe(x))
 
@@ -168,7 +169,7 @@ class MakesConstant(nn.Module):
 def test_constant_of_a_model_on_the_meta_device_is_refused(is_used_twice: bool) -> None:
     with torch.device("meta"):
         model = MakesConstant(is_used_twice)
-    pipe = penstock.pipeline(model, (torch.ones(2, WIDTH, device="meta"),))
+    pipe = penstock.cut(model, (torch.ones(2, WIDTH, device="meta"),))
     for index in range(2):
         module = pipe.get_stage_module(index).to_empty(device="cpu")
         state = MakesConstant(is_used_twice).state_dict()
@@ -184,7 +185,7 @@ def test_first_stage_changes_its_input_in_place() -> None:
         pipe_split()
         return net.layers[1](h)
 
-    step(penstock.pipeline(Net(run), (torch.ones(2, WIDTH),)), torch.ones(4, WIDTH))
+    step(penstock.cut(Net(run), (torch.ones(2, WIDTH),)), torch.ones(4, WIDTH))
 
 
 def test_names_of_one_parameter_stay_one_after_to_empty() -> None:
@@ -196,7 +197,7 @@ def test_names_of_one_parameter_stay_one_after_to_empty() -> None:
     with torch.device("meta"):
         empty = make()
     spec = {"1": SplitPoint.BEGINNING}
-    pipe = penstock.pipeline(empty, (torch.ones(2, WIDTH, device="meta"),), split_spec=spec)
+    pipe = penstock.cut(empty, (torch.ones(2, WIDTH, device="meta"),), split_spec=spec)
     state = make().state_dict()
     for index in range(2):
         module = pipe.get_stage_module(index).to_empty(device="cpu")
@@ -234,7 +235,7 @@ def test_number_that_depends_on_values_crosses() -> None:
 
 def test_split_before_a_module_that_works_in_place() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
-    step(penstock.split(model, ["1"]), torch.ones(4, WIDTH))
+    step(penstock.cut_between_modules(model, ["1"]), torch.ones(4, WIDTH))
 
 
 def test_measuring_modules_that_work_in_place() -> None:
@@ -267,7 +268,7 @@ def test_measuring_a_norm_that_is_called_twice() -> None:
 
 def test_policy_cuts_where_it_can() -> None:
     # Only before the first norm or after the second.
-    pipe = penstock.pipeline(SharedNorm(), (torch.ones(2, WIDTH),), split_policy=Balanced(2))
+    pipe = penstock.cut(SharedNorm(), (torch.ones(2, WIDTH),), split_policy=Balanced(2))
     assert 2 == pipe.num_stages
 
 
@@ -277,7 +278,7 @@ def test_split_refuses_parameters_that_no_layer_holds() -> None:
     model.shift = nn.Parameter(torch.zeros(WIDTH))
     layers = ["first", lambda h: h + model.shift, "last"]
     with pytest.raises(PartitionError, match="'shift' of Module is in none of its"):
-        penstock.split(model, 2, layers=layers)
+        penstock.cut_between_modules(model, 2, layers=layers)
 
 
 def test_split_refuses_a_norm_in_two_stages() -> None:
@@ -286,12 +287,12 @@ def test_split_refuses_a_norm_in_two_stages() -> None:
     with pytest.raises(
         PartitionError, match="stages 0 and 1 both call a BatchNorm1d with the buffers"
     ):
-        penstock.split(model, ["2"])
+        penstock.cut_between_modules(model, ["2"])
 
 
 def test_split_at_one_name() -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
-    assert 2 == penstock.split(model, "10").num_stages
+    assert 2 == penstock.cut_between_modules(model, "10").num_stages
 
 
 def test_dict_with_its_keys_in_another_order() -> None:
@@ -301,7 +302,7 @@ def test_dict_with_its_keys_in_another_order() -> None:
         return net.layers[1](h) * extra["b"]
 
     x = torch.ones(2, WIDTH)
-    pipe = penstock.pipeline(Net(run), (x,), {"extra": {"a": x, "b": 2 * x}})
+    pipe = penstock.cut(Net(run), (x,), {"extra": {"a": x, "b": 2 * x}})
     assert torch.equal(pipe(x, extra={"a": x, "b": 2 * x}), pipe(x, extra={"b": 2 * x, "a": x}))
 
 
@@ -314,7 +315,7 @@ def test_name_that_a_graph_module_cannot_have_is_refused(name: str) -> None:
 
     model = Net(run, **{name: nn.Linear(WIDTH, WIDTH)})
     try:
-        penstock.pipeline(model, (torch.ones(2, WIDTH),))
+        penstock.cut(model, (torch.ones(2, WIDTH),))
     except TraceError:
         return
     except RuntimeError as error:
@@ -322,4 +323,4 @@ def test_name_that_a_graph_module_cannot_have_is_refused(name: str) -> None:
 
 
 def test_pipe_can_be_copied() -> None:
-    copy.deepcopy(penstock.pipeline(Net(two_layers), (torch.ones(2, WIDTH),)))
+    copy.deepcopy(penstock.cut(Net(two_layers), (torch.ones(2, WIDTH),)))

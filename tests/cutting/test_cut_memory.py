@@ -8,7 +8,8 @@ from torch import Tensor
 
 import penstock
 from cut_nets import WIDTH, Net, check, make_batch
-from penstock import PartitionError, pipe_split
+from penstock import pipe_split
+from penstock.errors import PartitionError
 
 
 def past_the_stage_that_changes_a_view(net: Net, x: Tensor) -> Tensor:
@@ -38,7 +39,7 @@ def test_value_that_passes_the_stage_that_changes_it_is_rejected(
     run: Callable[[Net, Tensor], Tensor],
 ) -> None:
     with pytest.raises(PartitionError, match=r"stage 1 changes memory in place that .* share"):
-        penstock.pipeline(Net(run), (torch.ones(2, WIDTH),))
+        penstock.cut(Net(run), (torch.ones(2, WIDTH),))
 
 
 @pytest.mark.parametrize("is_made_before", [False, True])
@@ -81,4 +82,4 @@ def test_buffer_written_in_one_stage_and_used_in_another_is_rejected(
         return net.layers[1](h) + net.count
 
     with pytest.raises(PartitionError, match="'count' is changed in the forward"):
-        penstock.pipeline(WithBuffer(run), (torch.ones(2, WIDTH, dtype=torch.float64),))
+        penstock.cut(WithBuffer(run), (torch.ones(2, WIDTH, dtype=torch.float64),))

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import penstock
 from cut_models import CUT_MODELS
 from cut_training import ROWS
-from penstock import Balanced, LayerCost, PartitionError, Placement
+from penstock import Balanced, LayerCost, Placement
+from penstock.errors import PartitionError
 
 WIDTH = 8
 
@@ -100,14 +101,14 @@ def test_every_model_can_be_balanced_and_gives_the_same(name: str) -> None:
     args, kwargs, _ = CUT_MODELS[name].batch(ROWS, 0)
     for num_stages in (2, 4):
         policy = Balanced(num_stages)
-        pipe = penstock.pipeline(model, args, kwargs, split_policy=policy)
+        pipe = penstock.cut(model, args, kwargs, split_policy=policy)
         assert num_stages == pipe.num_stages
         torch.testing.assert_close(pipe(*args, **kwargs), model(*args, **kwargs), rtol=0, atol=0)
 
 
 def test_policy_balances_by_cost() -> None:
     policy = Balanced(2)
-    pipe = penstock.pipeline(Stack(), (X,), split_policy=policy)
+    pipe = penstock.cut(Stack(), (X,), split_policy=policy)
     heavy = [i for i in range(2) if _has(pipe, i, "layers.2.up.weight")]
     assert 1 == len(heavy)
     assert 6 > sum(_has(pipe, heavy[0], f"layers.{i}.up.weight") for i in range(6))
@@ -115,22 +116,22 @@ def test_policy_balances_by_cost() -> None:
 
 def test_policy_with_costs_cuts_where_they_say() -> None:
     costs = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 6.0]
-    pipe = penstock.pipeline(Stack(), (X,), split_policy=Balanced(2, costs=costs))
+    pipe = penstock.cut(Stack(), (X,), split_policy=Balanced(2, costs=costs))
     assert ["head.weight", "head.bias"] == list(pipe.get_stage_module(1).state_dict())
 
 
 def test_policy_takes_measured_costs() -> None:
     model = Stack()
     costs = penstock.measure_layers(model, (X,), repeats=1)
-    pipe = penstock.pipeline(model, (X,), split_policy=Balanced(3, costs=costs))
+    pipe = penstock.cut(model, (X,), split_policy=Balanced(3, costs=costs))
     assert 3 == pipe.num_stages
 
 
 def test_policy_on_the_meta_device_cuts_as_elsewhere() -> None:
     with torch.device("meta"):
         empty = Stack()
-    expected = penstock.pipeline(Stack(), (X,), split_policy=Balanced(3))
-    actual = penstock.pipeline(empty, (X.to("meta"),), split_policy=Balanced(3))
+    expected = penstock.cut(Stack(), (X,), split_policy=Balanced(3))
+    actual = penstock.cut(empty, (X.to("meta"),), split_policy=Balanced(3))
     assert expected.cut == actual.cut
     model = Stack().eval()
     for index in range(3):
@@ -142,7 +143,7 @@ def test_policy_on_the_meta_device_cuts_as_elsewhere() -> None:
 def test_marks_of_the_model_do_not_count_if_there_is_a_policy() -> None:
     model = CUT_MODELS["marked"].model(8)
     args, _, _ = CUT_MODELS["marked"].batch(ROWS, 0)
-    assert 2 == penstock.pipeline(model, args, split_policy=Balanced(2)).num_stages
+    assert 2 == penstock.cut(model, args, split_policy=Balanced(2)).num_stages
     assert 8 == len(penstock.measure_layers(model, args, repeats=1))
 
 
@@ -151,24 +152,24 @@ def test_memory_cap_moves_the_cut() -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     # Of 1F1B's two stages the first holds two microbatches: at most one layer fits under 20.
     for cap, expected in ((1e9, ["2", "3"]), (30.0, ["1", "2", "3"])):
-        policy = Balanced(2, costs=layers, memory_cap=cap)
+        policy = Balanced(2, costs=layers, memory=cap)
         for pipe in (
-            penstock.pipeline(model, (X,), split_policy=policy),
-            penstock.split(model, policy),
+            penstock.cut(model, (X,), split_policy=policy),
+            penstock.cut_between_modules(model, policy),
         ):
             assert expected == list(dict(pipe.get_stage_module(1).named_children()))
 
 
 def test_memory_cap_that_nothing_meets() -> None:
-    policy = Balanced(2, memory_cap=10.0)
+    policy = Balanced(2, memory=10.0)
     with pytest.raises(PartitionError, match="10"):
-        penstock.pipeline(Stack(), (X,), split_policy=policy)
+        penstock.cut(Stack(), (X,), split_policy=policy)
 
 
 def test_placement_in_a_v_balances_ranks_not_stages() -> None:
     costs = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0]
     policy = Balanced(4, costs=costs, placement=Placement.v(num_ranks=2))
-    pipe = penstock.pipeline(Stack(), (X,), split_policy=policy)
+    pipe = penstock.cut(Stack(), (X,), split_policy=policy)
     times = [
         sum(cost for i, cost in enumerate(costs[:6]) if _has(pipe, s, f"layers.{i}.up.weight"))
         + costs[6] * _has(pipe, s, "head.weight")
@@ -177,5 +178,5 @@ def test_placement_in_a_v_balances_ranks_not_stages() -> None:
     assert 5.0 == max(times[0] + times[3], times[1] + times[2])
 
 
-def _has(pipe: penstock.Pipe, stage: int, name: str) -> bool:
+def _has(pipe: penstock.CutModel, stage: int, name: str) -> bool:
     return name in pipe.get_stage_module(stage).state_dict()

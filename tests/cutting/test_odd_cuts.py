@@ -356,7 +356,7 @@ def test_dropout_follows_the_random_state_of_the_model() -> None:
 
     model = Net(run, drop=nn.Dropout(0.5))
     x = torch.randn(ROWS, WIDTH)
-    pipe = penstock.pipeline(model, (x,))
+    pipe = penstock.cut(model, (x,))
     torch.manual_seed(1)
     expected = model(x)
     torch.manual_seed(1)
@@ -381,5 +381,5 @@ def _with_ramp(net: Net, x: Tensor) -> Tensor:
 def test_model_traced_without_gradients_trains_all_the_same() -> None:
     model = Net(_two_layers)
     with torch.no_grad():
-        pipe = penstock.pipeline(model, (torch.ones(ROWS, WIDTH),))
+        pipe = penstock.cut(model, (torch.ones(ROWS, WIDTH),))
     assert pipe(torch.ones(ROWS, WIDTH)).requires_grad

@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 
 import penstock
 from limits import HANG_S
-from penstock import Balanced, CostError, Pipeline, TraceError
+from penstock import Balanced, Pipeline
 from penstock.comm import LocalGroup
+from penstock.errors import CostError, TraceError
 from real_models import (
     NUM_MICROBATCHES,
     REAL_MODELS,
@@ -103,7 +104,7 @@ def test_load_balancing_loss_of_experts_cannot_be_counted_but_measured() -> None
     example = model.microbatches(model.batch())[0]
     costs = penstock.measure_layers(module, example.args, example.kwargs, repeats=1)
     policy = Balanced(2, costs=costs)
-    pipe = penstock.pipeline(module, example.args, example.kwargs, split_policy=policy)
+    pipe = penstock.cut(module, example.args, example.kwargs, split_policy=policy)
     assert 2 == pipe.num_stages
 
 
@@ -132,7 +133,7 @@ def test_model_with_dropout_learns_and_drops_nothing_in_eval(name: str) -> None:
         pipeline = Pipeline(
             stage,
             "1F1B",
-            n_microbatches=NUM_MICROBATCHES,
+            num_microbatches=NUM_MICROBATCHES,
             loss_fn=model.loss_fn,
             kwargs_chunk_spec=model.kwargs_chunk_spec(batch),
             timeout=HANG_S,

@@ -51,7 +51,7 @@ def test_encoder_cut_between_its_layers_trains_as_whole(
     model = RealModel(nn.Identity, lambda: batch, functional.mse_loss, NOT_CUT)
     example = model.microbatches(batch)[0]
     options = {"mb_args": example.args, "mb_kwargs": example.kwargs} if is_balanced else {}
-    pipe = penstock.split(encoder, num_stages, layers=["layers", "norm"], **options)
+    pipe = penstock.cut_between_modules(encoder, num_stages, layers=["layers", "norm"], **options)
     assert holds_all_of(encoder, pipe)
     ranks = penstock.local_ranks(2, train_stages, pipe, model, batch, schedule)
     assert_like_whole(train_whole(model, encoder, batch), ranks)
@@ -65,7 +65,7 @@ def test_decoder_cut_between_its_layers_trains_as_whole(num_stages: int, schedul
     kwargs = {"memory": vectors(LENGTH + 1), "tgt_mask": mask}
     batch = Batch((vectors(),), kwargs, vectors())
     model = RealModel(nn.Identity, lambda: batch, functional.mse_loss, NOT_CUT, ("tgt_mask",))
-    pipe = penstock.split(decoder, num_stages, layers=["layers"])
+    pipe = penstock.cut_between_modules(decoder, num_stages, layers=["layers"])
     assert holds_all_of(decoder, pipe)
     ranks = penstock.local_ranks(2, train_stages, pipe, model, batch, schedule)
     assert_like_whole(train_whole(model, decoder, batch), ranks)
@@ -92,7 +92,7 @@ def test_llama_cut_between_its_modules_trains_as_whole(num_stages: int, schedule
     positions = torch.arange(LENGTH)[None]
     rotary = llama.model.rotary_emb(torch.empty(0, dtype=torch.float64), positions)
     batch = Batch((ids,), {"position_embeddings": rotary}, target)
-    pipe = penstock.split(
+    pipe = penstock.cut_between_modules(
         llama,
         num_stages,
         layers=["model.embed_tokens", "model.layers", "model.norm", "lm_head"],

@@ -61,12 +61,12 @@ def nested() -> nn.Sequential:
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_nested_sequential_trains_as_whole(num_stages: int) -> None:
     model = nested()
-    check(model, penstock.split(model, num_stages), [make_batch(), make_batch()])
+    check(model, penstock.cut_between_modules(model, num_stages), [make_batch(), make_batch()])
 
 
 def test_sequential_is_cut_at_names_inside_it() -> None:
     model = nested()
-    pipe = penstock.split(model, ["1.2", "3"])
+    pipe = penstock.cut_between_modules(model, ["1.2", "3"])
     assert [
         ["0.weight", "0.bias", "1.0.weight", "1.0.bias"],
         ["1.2.0.weight", "1.2.0.bias"],
@@ -82,7 +82,7 @@ def test_chain_gives_what_the_model_gives_to_the_last_bit() -> None:
     model = nested()
     x = torch.randn(2, WIDTH, dtype=torch.float64)
     for num_stages in (2, 5):
-        assert torch.equal(model(x), penstock.split(model, num_stages)(x))
+        assert torch.equal(model(x), penstock.cut_between_modules(model, num_stages)(x))
 
 
 class Shifted(nn.Module):
@@ -123,7 +123,9 @@ def join(x: Tensor, side: Tensor, scale: Tensor) -> Tensor:
 @pytest.mark.parametrize("cuts", [["blocks"], ["blocks.1"], ["join"], ["double", "blocks.2"], 4])
 def test_layers_functions_and_keywords_train_as_whole(cuts: Any) -> None:
     model = WithLayers().double()
-    pipe = penstock.split(model, cuts, layers=["first", double, "blocks", join, "last"])
+    pipe = penstock.cut_between_modules(
+        model, cuts, layers=["first", double, "blocks", join, "last"]
+    )
     size = ROWS * NUM_MICROBATCHES
     batches = [
         make_batch(mask=torch.rand(size, WIDTH).double(), scale=torch.rand(size, 1).double())
@@ -155,7 +157,7 @@ class TiedChain(nn.Module):
 @pytest.mark.parametrize("cuts", [["blocks.1"], ["blocks.2"], ["blocks.1", "blocks.2", "head"]])
 def test_tied_parameters_and_modules_train_as_whole(cuts: list[str]) -> None:
     model = TiedChain().double()
-    pipe = penstock.split(model, cuts, layers=["embed", "blocks", "head"])
+    pipe = penstock.cut_between_modules(model, cuts, layers=["embed", "blocks", "head"])
     size = ROWS * NUM_MICROBATCHES
     batch = Batch((torch.randint(VOCABULARY, (size, 2)),), {}, torch.randint(VOCABULARY, (size, 2)))
 
@@ -169,7 +171,7 @@ def test_parameter_tied_within_one_stage_trains_as_whole() -> None:
     model = nn.Sequential(linear(), nn.Tanh(), linear(), linear(), linear()).double()
     model[2].weight = model[0].weight
     model[4].bias = model[3].bias
-    check(model, penstock.split(model, ["3"]), [make_batch(), make_batch()])
+    check(model, penstock.cut_between_modules(model, ["3"]), [make_batch(), make_batch()])
 
 
 def test_module_called_in_two_stages_by_one_name_trains_as_whole() -> None:
@@ -184,7 +186,7 @@ def test_module_called_in_two_stages_by_one_name_trains_as_whole() -> None:
 
     model = Twice().double()
     layers = ["first", torch.tanh, "shared", "last", torch.tanh, "shared"]
-    pipe = penstock.split(model, ["last"], layers=layers)
+    pipe = penstock.cut_between_modules(model, ["last"], layers=layers)
     assert [("shared.weight", "shared.bias")] * 2 == [s.tied for s in pipe.info().stages]
     check(model, pipe, [make_batch(), make_batch()])
 
@@ -194,7 +196,7 @@ def test_cutting_leaves_the_model_as_it_was() -> None:
     state = {key: value.clone() for key, value in model.state_dict().items()}
     tensors = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
-    pipe = penstock.split(model, 3, layers=["embed", "blocks", "head"])
+    pipe = penstock.cut_between_modules(model, 3, layers=["embed", "blocks", "head"])
     assert modules == dict(model.named_modules(remove_duplicate=False))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert tensors[name] is parameter
@@ -205,7 +207,7 @@ def test_cutting_leaves_the_model_as_it_was() -> None:
 
 def test_stage_switches_its_layers_between_training_and_not() -> None:
     model = nn.Sequential(linear(), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), linear())
-    pipe = penstock.split(model, 2)
+    pipe = penstock.cut_between_modules(model, 2)
     x = torch.randn(3, WIDTH)
     for index in range(2):
         pipe.get_stage_module(index).eval()
@@ -220,19 +222,23 @@ def uneven() -> nn.Sequential:
 
 def test_example_balances_stages_by_cost() -> None:
     x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
-    assert [["0", "1", "2"], ["3", "4"]] == _layers(penstock.split(uneven(), 2))
-    assert [["0", "1"], ["2", "3", "4"]] == _layers(penstock.split(uneven(), 2, mb_args=(x,)))
+    assert [["0", "1", "2"], ["3", "4"]] == _layers(penstock.cut_between_modules(uneven(), 2))
+    assert [["0", "1"], ["2", "3", "4"]] == _layers(
+        penstock.cut_between_modules(uneven(), 2, mb_args=(x,))
+    )
 
 
 def test_policy_with_costs_needs_no_example() -> None:
     policy = Balanced(2, costs=[1.0, 1.0, 1.0, 1.0, 4.0])
-    assert [["0", "1", "2", "3"], ["4"]] == _layers(penstock.split(uneven(), policy))
+    assert [["0", "1", "2", "3"], ["4"]] == _layers(penstock.cut_between_modules(uneven(), policy))
 
 
 def test_placement_in_a_v_gives_each_rank_its_share() -> None:
     model = nn.Sequential(*(linear() for _ in range(8)))
     costs = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 7.0]
-    pipe = penstock.split(model, Balanced(4, costs=costs, placement=Placement.v(num_ranks=2)))
+    pipe = penstock.cut_between_modules(
+        model, Balanced(4, costs=costs, placement=Placement.v(num_ranks=2))
+    )
     counts = [len(names) for names in _layers(pipe)]
     starts = [sum(counts[:stage]) for stage in range(5)]
     times = [sum(costs[a:b]) for a, b in pairwise(starts)]

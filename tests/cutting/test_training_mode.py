@@ -110,7 +110,7 @@ def make(name: str, *, is_training: bool = True) -> tuple[nn.Module, Pipe]:
     with warnings.catch_warnings():
         # torch.export warns of what nn.RNNBase does with its list of weights.
         warnings.filterwarnings("ignore", "The tensor attributes? self.*_flat_weights")
-        pipe = penstock.pipeline(copy.deepcopy(model), (X,))
+        pipe = penstock.cut(copy.deepcopy(model), (X,))
     assert 2 == pipe.num_stages
     return model, pipe
 
@@ -152,7 +152,7 @@ def test_stage_follows_eval_and_train(name: str) -> None:
 def test_norm_that_was_frozen_stays_so_in_training() -> None:
     model = Wrapped(nn.BatchNorm1d(WIDTH))
     model.inner.eval()
-    pipe = penstock.pipeline(copy.deepcopy(model), (X,))
+    pipe = penstock.cut(copy.deepcopy(model), (X,))
     for index in range(2):
         pipe.get_stage_module(index).train()
     assert_same(model, pipe)
@@ -173,7 +173,7 @@ def test_eval_of_a_pipeline_after_steps_is_that_of_the_model() -> None:
 
     def main(group: penstock.LocalGroup) -> Tensor | None:
         stage = pipe.build_stage(group.rank, "cpu", group)
-        return penstock.Pipeline([stage], "1F1B", n_microbatches=2, timeout=HANG_S).eval(
+        return penstock.Pipeline([stage], "1F1B", num_microbatches=2, timeout=HANG_S).eval(
             torch.cat([X, X])
         )
 

@@ -29,9 +29,9 @@ def test_other_stages_are_freed_with_the_pipe_and_the_model(way: str, held: int)
         x, scale = torch.ones(2, 4), torch.ones(4)
         if way == "traced":
             spec = {"layers.2": penstock.SplitPoint.BEGINNING}
-            pipe = penstock.pipeline(model, (x,), {"scale": scale}, split_spec=spec)
+            pipe = penstock.cut(model, (x,), {"scale": scale}, split_spec=spec)
         else:
-            pipe = penstock.split(model, 2, layers=["layers"])
+            pipe = penstock.cut_between_modules(model, 2, layers=["layers"])
         own, other = (model.layers[index].weight for index in (2 * held, 2 - 2 * held))
         examples = [weakref.ref(x), weakref.ref(scale)]
         return [pipe.build_stage(held, "cpu", group), *map(weakref.ref, (own, other)), *examples]

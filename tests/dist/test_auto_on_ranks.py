@@ -15,6 +15,7 @@ import penstock
 from auto_training import AutoRun, assert_trained_alike, train_auto
 from limits import HANG_S, PROCESS_S
 from penstock import CostTable, Pipeline, PipelineStage, Placement
+from penstock.runtime.auto.auto_value import Auto
 from penstock.solver import SearchResult, search
 from stage_training import CPU, Group, rank_in
 from worker_pool import WorkerPool
@@ -87,8 +88,9 @@ def test_waiting_for_a_slow_rank_is_no_cost_of_the_fast_one(pool: WorkerPool) ->
 def _train_auto(rank: int, num_ranks: int, *, num_steps: int = 5, **options: Any) -> None:
     placement = Placement.linear(num_ranks)
     stages = [PipelineStage(Explosive(), i, num_ranks, CPU) for i in placement.stages_of(rank)]
-    options = {"n_microbatches": 4, "loss_fn": nn.functional.mse_loss, "timeout": HANG_S, **options}
-    pipeline = Pipeline(stages, "auto", **options)
+    auto = Auto(memory=options.pop("memory", None))
+    options = {"loss_fn": nn.functional.mse_loss, "timeout": HANG_S, **options}
+    pipeline = Pipeline(stages, auto, num_microbatches=4, **options)
     for _ in range(num_steps):
         pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
 

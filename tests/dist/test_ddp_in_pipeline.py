@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock
 from limits import HANG_S
 from local_steps import mean_square
-from penstock import Pipeline, PipelineStage, Schedule, SplitPoint, StageError, schedules
+from penstock import Pipeline, PipelineStage, Schedule, SplitPoint, schedules
+from penstock.errors import StageError
 from stage_training import assert_close, assert_same_grads, make_stages
 from staged_models import MODELS, StepRecord, make_optimizer, named_grads, train_unsplit
 from worker_pool import WorkerPool
@@ -60,7 +61,7 @@ def _trace(
     whole = nn.Sequential(*(model.stage(index, count) for index in range(count)))
     (x,), _, _ = model.batch(SIZE // 2 // schedule.num_microbatches, 0)
     spec = {str(index): SplitPoint.BEGINNING for index in range(1, count)}
-    pipe = penstock.pipeline(whole, (x,), split_spec=spec)
+    pipe = penstock.cut(whole, (x,), split_spec=spec)
     held = schedule.placement.stages_of(dist.get_rank(pipeline_group))
     stages = [pipe.build_stage(index, "cpu", pipeline_group) for index in held]
     own = {index: s.submod.get_submodule(str(index)) for index, s in zip(held, stages, strict=True)}

@@ -26,7 +26,8 @@ from failing_ranks import (
 from torch import Tensor, nn
 
 from limits import HANG_S, PROCESS_S
-from penstock import DeadlineError, Pipeline, PipelineStage
+from penstock import Pipeline, PipelineStage
+from penstock.errors import DeadlineError
 from penstock.ir import Backward, BackwardInput
 
 pytestmark = pytest.mark.dist
@@ -207,7 +208,7 @@ def _wait_forever(rank: int, num_ranks: int) -> None:
 
 def _use_a_device_without_channels(rank: int, num_ranks: int) -> None:
     stage = PipelineStage(nn.Linear(4, 4), rank, num_ranks, "meta")
-    Pipeline(stage, "1F1B", n_microbatches=2).step(torch.ones(2, 4, device="meta"))
+    Pipeline(stage, "1F1B", num_microbatches=2).step(torch.ones(2, 4, device="meta"))
 
 
 def _step_after_all_that(rank: int, num_ranks: int) -> None:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from penstock import DeadlineError
 from penstock.comm import ProcessGroupComm
+from penstock.errors import DeadlineError
 from penstock.ir.message import Channel
 from stage_training import CPU, Run, assert_like_unsplit, train
 from tied_models import TiedRun, assert_trains_as_unsplit, train_tied

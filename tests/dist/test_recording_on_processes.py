@@ -7,7 +7,8 @@ from torch import nn
 import penstock
 from limits import HANG_S
 from local_steps import mean_square, randn
-from penstock import CommError, Pipeline, Recording, schedules
+from penstock import Pipeline, Recording, schedules
+from penstock.errors import CommError
 from penstock.ir.dataflow import Dataflow
 from penstock.ir.walking import walk
 from stage_training import make_stages

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from local_steps import mean_square
-from penstock import BackwardError, Pipeline, SplitEngine, StageError, stage_backward_input
+from penstock import Pipeline
+from penstock.backward import SplitEngine, stage_backward_input
+from penstock.errors import BackwardError, StageError
 from stage_training import assert_close, make_stages
 from worker_pool import WorkerPool
 
@@ -61,7 +63,7 @@ def refusal_of(world: dist.ProcessGroup, kind: str, schedule: str, wraps_late: b
     module = make_module()
     try:
         stages = make_stages(own, [module if wraps_late else wrap(kind, module, mesh)], [0])
-        pipeline = Pipeline(stages, schedule, n_microbatches=2, loss_fn=mean_square)
+        pipeline = Pipeline(stages, schedule, num_microbatches=2, loss_fn=mean_square)
         if wraps_late:
             stages[0].submod = wrap(kind, module, mesh)
             pipeline.step(torch.randn(4, WIDTH).double(), target=torch.randn(4, WIDTH).double())
@@ -111,7 +113,7 @@ def grads_with_full_backwards(world: dist.ProcessGroup, kind: str) -> dict[str, 
     own = [dist.new_group([0]), dist.new_group([1])][rank]
     module = wrap(kind, make_module(), mesh)
     pipeline = Pipeline(
-        make_stages(own, [module], [0]), "1F1B", n_microbatches=2, loss_fn=mean_square
+        make_stages(own, [module], [0]), "1F1B", num_microbatches=2, loss_fn=mean_square
     )
     x, target = batch()
     sizes = [5, 3]  # Replicas whose batches differ.

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from limits import HANG_S
-from penstock import DeadlineError, PipelineError, Schedule, schedules
+from penstock import Schedule, schedules
+from penstock.errors import DeadlineError, PipelineError
 from skip_models import (
     KINDS,
     Skip,

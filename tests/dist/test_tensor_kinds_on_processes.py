@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import (
 
 from limits import HANG_S, PROCESS_S
 from odd_tensors import REFUSED, SENT, Make, Receiver, Sender, memory_of, numbers
-from penstock import Pipeline, PipelineStage, StageError
+from penstock import Pipeline, PipelineStage
+from penstock.errors import StageError
 from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.dist
@@ -45,7 +46,7 @@ def _links(shared_memory: str) -> Iterator[None]:
 
 def _pipeline(group: Any, module: nn.Module, **kwargs: Any) -> Pipeline:
     stage = PipelineStage(module, dist.get_rank(group), 2, CPU, group=group)
-    return Pipeline(stage, "1F1B", n_microbatches=2, timeout=HANG_S, **kwargs)
+    return Pipeline(stage, "1F1B", num_microbatches=2, timeout=HANG_S, **kwargs)
 
 
 def _run(group: Any, modules: list[nn.Module]) -> None:

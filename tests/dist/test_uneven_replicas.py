@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from local_steps import mlp
-from penstock import CommError, Pipeline, StageError
+from penstock import Pipeline
+from penstock.errors import CommError, StageError
 from penstock.microbatches.loss_weights import sum_over_replicas
 from stage_training import assert_close, make_stages
 from staged_models import WIDTH
@@ -83,7 +84,7 @@ def train_in(
     pipeline = Pipeline(
         stages,
         schedule,
-        n_microbatches=3,
+        num_microbatches=3,
         loss_fn=token_mean,
         loss_weight=count_tokens if are_masked else None,
         replica_group=None if is_ddp else replica_group,
@@ -136,7 +137,7 @@ def refusals(world: dist.ProcessGroup) -> list[str]:
         try:
             stages = make_stages(alone, [wrapped], [0])
             given = {"loss_fn": token_mean, "replica_group": alone, **options}
-            Pipeline(stages, "1F1B", n_microbatches=2, **given).step(x, target=target)
+            Pipeline(stages, "1F1B", num_microbatches=2, **given).step(x, target=target)
         except StageError as error:
             messages.append(str(error))
     return messages

@@ -24,7 +24,8 @@ from local_steps import (
     step_unsplit,
     zero_grad,
 )
-from penstock import MicrobatchError, Pipeline, StageError
+from penstock import Pipeline
+from penstock.errors import MicrobatchError, StageError
 from penstock.microbatches.loss_weights import (
     LossWeights,
     check_weights,

@@ -188,7 +188,7 @@ def test_a_pipeline_gives_each_microbatch_its_part_of_a_mask() -> None:
 
     def main(group: LocalGroup) -> Any:
         stage = PipelineStage(Attention(), group.rank, 2, "cpu", group=group)
-        pipeline = Pipeline(stage, "GPipe", n_microbatches=3)
+        pipeline = Pipeline(stage, "GPipe", num_microbatches=3)
         args = (x,) if group.rank == 0 else ()
         return pipeline.eval(*args, mask=mask)
 

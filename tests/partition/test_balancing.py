@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import examples
-from penstock import CostError, PartitionError, Placement
+from penstock import Placement
+from penstock.errors import CostError, PartitionError
 from penstock.partition import MemoryLimit, Partition, balance
 
 Starts = tuple[int, ...]

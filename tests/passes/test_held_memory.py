@@ -16,7 +16,7 @@ from penstock.schedules import get
 # Rank 0 holds two microbatches at most, rank 1 one.
 TEXT = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 RULE = (
-    "Let fewer forwards run ahead, raise memory_cap, "
+    "Let fewer forwards run ahead, raise memory, "
     "or use a schedule that holds less, such as V-Half or V-Min."
 )
 
@@ -38,22 +38,22 @@ def peak_of(text: str, costs: CostTable) -> float:
     """The smallest cap, in steps of 1/8, under which a schedule of one rank is accepted."""
     for eighths in range(100):
         try:
-            verify(Schedule.from_csv(text), costs=costs, memory_cap=eighths / 8)
+            verify(Schedule.from_csv(text), costs=costs, memory=eighths / 8)
         except ScheduleError:
             continue
         return eighths / 8
     raise AssertionError(text)
 
 
-@pytest.mark.parametrize("memory_cap", [2, 2.0, math.inf, [2, 1], (2.0, 1.0), [2, math.inf]])
-def test_cap_that_is_kept_is_accepted(memory_cap: float | Sequence[float]) -> None:
-    verify(Schedule.from_csv(TEXT), costs=costs_of(2), memory_cap=memory_cap)
-    verify(add_comms(Schedule.from_csv(TEXT)), costs=costs_of(2), memory_cap=memory_cap)
-    assert Schedule.from_csv(TEXT).verify(costs=costs_of(2), memory_cap=memory_cap) is None
+@pytest.mark.parametrize("memory", [2, 2.0, math.inf, [2, 1], (2.0, 1.0), [2, math.inf]])
+def test_cap_that_is_kept_is_accepted(memory: float | Sequence[float]) -> None:
+    verify(Schedule.from_csv(TEXT), costs=costs_of(2), memory=memory)
+    verify(add_comms(Schedule.from_csv(TEXT)), costs=costs_of(2), memory=memory)
+    assert Schedule.from_csv(TEXT).verify(costs=costs_of(2), memory=memory) is None
 
 
 @pytest.mark.parametrize(
-    ("memory_cap", "place", "held", "cap"),
+    ("memory", "place", "held", "cap"),
     [
         (1, "rank 0, position 1", "2", "1"),
         (1.5, "rank 0, position 1", "2", "1.5"),
@@ -64,13 +64,13 @@ def test_cap_that_is_kept_is_accepted(memory_cap: float | Sequence[float]) -> No
     ],
 )
 def test_cap_that_is_passed_is_rejected_at_the_first_place(
-    memory_cap: float | Sequence[float], place: str, held: str, cap: str
+    memory: float | Sequence[float], place: str, held: str, cap: str
 ) -> None:
     schedule = Schedule.from_csv(TEXT)
     with pytest.raises(ScheduleError) as caught:
-        verify(schedule, costs=costs_of(2), memory_cap=memory_cap)
+        verify(schedule, costs=costs_of(2), memory=memory)
     first, excerpt, rule = str(caught.value).split("\n")
-    assert f"{place}: the rank holds {held}, but its memory_cap is {cap}" == first
+    assert f"{place}: the rank holds {held}, but its memory is {cap}" == first
     rank, position = int(place[5]), int(place[-1])
     assert f">{schedule.orders[rank][position]}<" in excerpt
     assert rule == RULE
@@ -78,10 +78,9 @@ def test_cap_that_is_passed_is_rejected_at_the_first_place(
 
 def test_error_shows_the_excerpt_between_what_is_wrong_and_what_to_do() -> None:
     with pytest.raises(ScheduleError) as caught:
-        verify(Schedule.from_csv(TEXT), costs=costs_of(2), memory_cap=1)
+        verify(Schedule.from_csv(TEXT), costs=costs_of(2), memory=1)
     assert (
-        "rank 0, position 1: the rank holds 2, but its memory_cap is 1\n"
-        f"  0F0 >0F1< 0B0 0B1\n{RULE}"
+        f"rank 0, position 1: the rank holds 2, but its memory is 1\n  0F0 >0F1< 0B0 0B1\n{RULE}"
     ) == str(caught.value)
 
 
@@ -128,64 +127,63 @@ def test_peak_within_rounding_of_the_cap_is_accepted() -> None:
     costs = costs_of(1, after_forward=0.1)
     text = "0F0,0F1,0F2,0B0,0B1,0B2\n"
     assert 0.1 + 0.1 + 0.1 > 0.3
-    verify(Schedule.from_csv(text), costs=costs, memory_cap=0.3)
-    with pytest.raises(ScheduleError, match=r"the rank holds 0\.3, but its memory_cap is 0\.2999"):
-        verify(Schedule.from_csv(text), costs=costs, memory_cap=0.2999)
+    verify(Schedule.from_csv(text), costs=costs, memory=0.3)
+    with pytest.raises(ScheduleError, match=r"the rank holds 0\.3, but its memory is 0\.2999"):
+        verify(Schedule.from_csv(text), costs=costs, memory=0.2999)
 
 
 def test_rounding_does_not_add_up_over_many_microbatches() -> None:
     text = ",".join(f"0F{mb},0I{mb},0W{mb}" for mb in range(1000))
     costs = costs_of(1, after_forward=0.1, after_input=0.03)
-    verify(Schedule.from_csv(text), costs=costs, memory_cap=0.1)
+    verify(Schedule.from_csv(text), costs=costs, memory=0.1)
 
 
 def test_other_rules_come_before_the_cap() -> None:
     with pytest.raises(ScheduleError, match="0B1 runs before 0F1"):
-        verify(Schedule.from_csv("0F0,0B1\n"), costs=costs_of(1), memory_cap=0)
+        verify(Schedule.from_csv("0F0,0B1\n"), costs=costs_of(1), memory=0)
 
 
 def test_cap_without_costs_counts_microbatches_on_a_whole_rank() -> None:
     schedule = get("ZB-V")(num_ranks=3, num_microbatches=8)  # Two stages on each rank.
-    verify(schedule, memory_cap=3)
-    with pytest.raises(ScheduleError, match=r"the rank holds 3, but its memory_cap is 2\.5"):
-        verify(schedule, memory_cap=2.5)
+    verify(schedule, memory=3)
+    with pytest.raises(ScheduleError, match=r"the rank holds 3, but its memory is 2\.5"):
+        verify(schedule, memory=2.5)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_other_than_one_cap_per_rank_is_rejected(count: int) -> None:
     with pytest.raises(CostError) as caught:
-        verify(Schedule.from_csv(TEXT), costs=costs_of(2), memory_cap=[9.0] * count)
+        verify(Schedule.from_csv(TEXT), costs=costs_of(2), memory=[9.0] * count)
     assert (
-        f"memory_cap has {count} values, but there are 2 ranks. "
-        "Give one for each rank, or one for all."
+        f"memory has {count} values, but there are 2 ranks. Give one for each rank, or one for all."
     ) == str(caught.value)
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_costs_of_another_number_of_stages_are_rejected(num_stages: int) -> None:
     with pytest.raises(CostError) as caught:
-        verify(Schedule.from_csv(TEXT), costs=costs_of(num_stages), memory_cap=9)
+        verify(Schedule.from_csv(TEXT), costs=costs_of(num_stages), memory=9)
     assert (
         f"The costs are of {num_stages} stages, but the schedule has 2. Give costs for each stage."
     ) == str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "memory_cap",
+    "memory",
     [math.nan, [4.0, math.nan], [4.0, None], [4.0, "4"]],
     ids=["one", "per rank", "nothing", "text"],
 )
-def test_cap_that_is_not_a_number_is_rejected(memory_cap: float | Sequence[float]) -> None:
-    expected = f"memory_cap is {memory_cap}. Expected numbers, in the costs' unit."
+def test_cap_that_is_not_a_number_is_rejected(memory: float | Sequence[float]) -> None:
+    expected = f"memory is {memory}. Expected numbers, in the costs' unit."
     with pytest.raises(CostError, match=f"^{re.escape(expected)}$"):
-        verify(Schedule.from_csv(TEXT), costs=costs_of(2), memory_cap=memory_cap)
+        verify(Schedule.from_csv(TEXT), costs=costs_of(2), memory=memory)
 
 
 def test_caps_may_be_an_array() -> None:
     schedule = Schedule.from_csv(TEXT)
-    verify(schedule, costs=costs_of(2), memory_cap=np.array([9.0, 9.0]))
-    with pytest.raises(ScheduleError, match="its memory_cap is 0"):
-        verify(schedule, costs=costs_of(2), memory_cap=np.array([9.0, 0.0]))
+    verify(schedule, costs=costs_of(2), memory=np.array([9.0, 9.0]))
+    with pytest.raises(ScheduleError, match="its memory is 0"):
+        verify(schedule, costs=costs_of(2), memory=np.array([9.0, 0.0]))
 
 
 def test_costs_of_other_stages_are_rejected_without_a_cap_too() -> None:

@@ -76,7 +76,7 @@ def test_layers_are_those_of_split() -> None:
     model, x = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": sequential()}), torch.randn(4, 16)
     options = {"microbatches": 4, "stages_per_rank": 1}
     row = penstock.plan(model, 2, batch=x, layers=["b", torch.tanh, "a"], **options).best
-    pipe = penstock.split(model, row.cut_points, layers=["b", torch.tanh, "a"])
+    pipe = penstock.cut_between_modules(model, row.cut_points, layers=["b", torch.tanh, "a"])
     assert 2 == pipe.num_stages
 
 
@@ -103,7 +103,7 @@ def test_row_is_run_as_it_stands(placement: Placement) -> None:
     loss_fn(model(tokens), target).backward()
     expected = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad()
-    pipe = penstock.pipeline(model, (tokens[: row.mb_size],), split_spec=row.split_spec)
+    pipe = penstock.cut(model, (tokens[: row.mb_size],), split_spec=row.split_spec)
     assert row.placement.num_stages == pipe.num_stages
 
     def run_rank(group: penstock.LocalGroup) -> dict[str, Tensor | None]:
@@ -124,7 +124,7 @@ def test_row_is_run_as_it_stands(placement: Placement) -> None:
 def test_split_spec_cuts_where_the_partition_says() -> None:
     model, tokens = Net(), torch.zeros(4, 5, dtype=torch.long)
     row = penstock.plan(model, 2, batch=tokens, microbatches=2, stages_per_rank=2, effort=0.02).best
-    pipe = penstock.pipeline(model, (tokens[:2],), split_spec=row.split_spec)
+    pipe = penstock.cut(model, (tokens[:2],), split_spec=row.split_spec)
     names = [cost.name for cost in penstock.count_layers(model, (tokens[:2],))]
     for stage in range(pipe.num_stages):
         expected = {names[layer] for layer in row.partition.layers_of(stage)}

@@ -14,19 +14,18 @@ import penstock
 from auto_training import AutoRun, assert_trained_alike, train_auto
 from local_steps import mean_square, mlp, mlp_batch, step_unsplit, zero_grad
 from penstock import (
-    AgreementError,
-    CostError,
     CostTable,
     LocalGroup,
     Pipeline,
     Placement,
     Schedule,
     ScheduleAuto,
-    StageError,
     local_ranks,
     schedules,
 )
+from penstock.errors import AgreementError, CostError, StageError
 from penstock.ir import Forward
+from penstock.runtime.auto.auto_value import Auto
 from penstock.solver import Problem
 from skip_models import Skip, SkipStage
 from stage_training import assert_same_grads, make_stages
@@ -45,8 +44,11 @@ def make_auto(
     group: LocalGroup, modules: list[nn.Module], placement: Placement, **options: Any
 ) -> Pipeline:
     stages = make_stages(group, modules, placement.stages_of(group.rank))
-    options = {"n_microbatches": 4, "loss_fn": mean_square, "search_seconds": 5, **options}
-    return Pipeline(stages, "auto", **options)
+    pipeline_options = {"num_microbatches": 4, "loss_fn": mean_square}
+    for name in ("num_microbatches", "loss_fn"):
+        if name in options:
+            pipeline_options[name] = options.pop(name)
+    return Pipeline(stages, Auto(**{"seconds": 5, **options}), **pipeline_options)
 
 
 def step_on_two_ranks(num_steps: int = 1, **options: Any) -> None:
@@ -97,7 +99,7 @@ def test_memory_of_each_rank_is_kept() -> None:
     costs = CostTable.uniform(2)
     run = AutoRun("mlp", (0, 1), options={"memory": [2, 1]}, num_steps=4)
     planned = Schedule.from_csv(run_locally(run)[0].schedules[-1])
-    planned.verify(costs=costs, memory_cap=[2, 1])
+    planned.verify(costs=costs, memory=[2, 1])
     with_more = AutoRun("mlp", (0, 1), options={"memory": 4}, num_steps=4)
     assert planned != Schedule.from_csv(run_locally(with_more)[0].schedules[-1])
 
@@ -190,7 +192,7 @@ def test_values_that_skip_stages_arrive_over_the_change() -> None:
             )
             for index in placement.stages_of(group.rank)
         ]
-        pipeline = ScheduleAuto(stages, 4, mean_square, search_seconds=1)
+        pipeline = ScheduleAuto(stages, 4, mean_square, auto=Auto(seconds=1))
         return [pipeline.step(*batch.args, target=batch.target) for _ in range(5)]
 
     outputs, _ = local_ranks(2, main)
@@ -204,7 +206,7 @@ def test_forms_that_change_with_each_microbatch_are_measured_too() -> None:
 
     def main(group: LocalGroup) -> None:
         stages = make_stages(group, modules, [group.rank], dynamic_shapes=True)
-        pipeline = ScheduleAuto(stages, 4, mean_square, search_seconds=1)
+        pipeline = ScheduleAuto(stages, 4, mean_square, auto=Auto(seconds=1))
         for _ in range(5):
             zero_grad(modules[group.rank : group.rank + 1])
             pipeline.step(*batch.args, target=batch.target)
@@ -227,7 +229,7 @@ def test_memory_in_which_nothing_fits_is_rejected_on_all_ranks_with_the_smallest
         pipeline = make_auto(group, modules, Placement.linear(2), memory=100.0)
         for _ in range(2):
             pipeline.step(*batch.args, target=batch.target)
-        with pytest.raises(penstock.ScheduleError) as caught:
+        with pytest.raises(penstock.errors.ScheduleError) as caught:
             pipeline.step(*batch.args, target=batch.target)
         return str(caught.value)
 
@@ -287,8 +289,11 @@ def test_ranks_that_disagree_on_the_memory_are_rejected() -> None:
         ({"memory": "12"}, "memory is '12'. Expected bytes that a rank may hold"),
         ({"replan_when": -0.2}, "replan_when is -0.2. Expected a share such as 0.2, to plan again"),
         ({"measure_steps": 0}, "measure_steps is 0. Expected a whole number, at least 1."),
-        ({"search_seconds": "1"}, "search_seconds is '1'. Expected a positive number."),
-        ({"n_microbatches": None}, "n_microbatches is None. Expected a whole number, at least 1."),
+        ({"seconds": "1"}, "seconds is '1'. Expected a positive number."),
+        (
+            {"num_microbatches": None},
+            "num_microbatches is None. Expected a whole number, at least 1.",
+        ),
         ({"loss_fn": None}, 'schedule is "auto", which needs a loss_fn: without a backward there'),
     ],
 )
@@ -311,7 +316,7 @@ def test_data_parallel_stages_that_share_a_rank_are_rejected() -> None:
     def main(group: LocalGroup) -> None:
         stages = [Wrapped(nn.Linear(2, 2), index, 2, "cpu", group=group) for index in range(2)]
         with pytest.raises(StageError, match=r"stages \[0, 1\] are data parallel, with several on"):
-            Pipeline(stages, "auto", n_microbatches=2, loss_fn=mean_square)
+            Pipeline(stages, "auto", num_microbatches=2, loss_fn=mean_square)
 
     local_ranks(1, main)
 
@@ -334,21 +339,9 @@ def test_smallest_memory_of_each_rank_is_enough() -> None:
         pipeline = make_auto(group, modules, Placement.linear(2), memory=memory)
         for _ in range(5):
             pipeline.step(*batch.args, target=batch.target)
-        pipeline.schedule.verify(costs=costs, memory_cap=memory)
+        pipeline.schedule.verify(costs=costs, memory=memory)
 
     local_ranks(2, main)
-
-
-@pytest.mark.parametrize(
-    "options", [{"memory": 1e9}, {"replan_when": 0.2}, {"measure_steps": 2}, {"search_seconds": 1}]
-)
-def test_option_of_auto_is_rejected_for_another_schedule(options: dict[str, Any]) -> None:
-    def main(group: LocalGroup) -> None:
-        stages = make_stages(group, mlp(1), [0])
-        with pytest.raises(StageError, match=r'are for the schedule "auto" only\. Leave'):
-            Pipeline(stages, "1F1B", n_microbatches=4, loss_fn=mean_square, **options)
-
-    local_ranks(1, main)
 
 
 def test_custom_function_runs_in_every_step() -> None:

@@ -21,7 +21,8 @@ from local_steps import (
     step_unsplit,
     zero_grad,
 )
-from penstock import AssignmentError, Pipeline, PipelineStage, StageError, compat, schedules
+from penstock import Pipeline, PipelineStage, compat, schedules
+from penstock.errors import AssignmentError, StageError
 from stage_training import make_stages
 from staged_models import MLPStage, StepRecord
 
@@ -283,7 +284,7 @@ def test_loss_can_not_be_taken_away_or_added_later() -> None:
 
     def without(group: penstock.LocalGroup) -> Pipeline:
         (stage,) = make_stages(group, [nn.Linear(WIDTH, WIDTH)], [0])
-        return Pipeline(stage, "1F1B", n_microbatches=2)
+        return Pipeline(stage, "1F1B", num_microbatches=2)
 
     (pipeline,) = penstock.local_ranks(1, without)
     with pytest.raises(StageError, match="made with none and would now have one"):

@@ -16,14 +16,8 @@ from failing_steps import (
 from split_model import make_schedule, make_stages
 from torch import Tensor
 
-from penstock import (
-    AgreementError,
-    CommError,
-    LocalGroup,
-    MicrobatchError,
-    Pipeline,
-    PipelineStage,
-)
+from penstock import LocalGroup, Pipeline, PipelineStage
+from penstock.errors import AgreementError, CommError, MicrobatchError
 from penstock.ir import Backward
 
 

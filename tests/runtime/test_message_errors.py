@@ -19,15 +19,8 @@ from split_model import CPU
 from torch import Tensor, nn
 
 import penstock
-from penstock import (
-    CommError,
-    LocalGroup,
-    Pipeline,
-    PipelineStage,
-    PipeliningShapeError,
-    StageError,
-    local_ranks,
-)
+from penstock import LocalGroup, Pipeline, PipelineStage, local_ranks
+from penstock.errors import CommError, PipeliningShapeError, StageError
 
 CHANGES: dict[str, tuple[Callable[[Tensor, int], Any], str]] = {
     "shape": (
@@ -128,7 +121,7 @@ def test_dynamic_shapes_of_one_stage_hold_for_all_ranks() -> None:
     def main(group: LocalGroup) -> None:
         is_dynamic = group.rank == 1
         stage = PipelineStage(Layer(), group.rank, 2, CPU, group=group, dynamic_shapes=is_dynamic)
-        pipeline = Pipeline(stage, "1F1B", n_microbatches=2, loss_fn=mse_loss)
+        pipeline = Pipeline(stage, "1F1B", num_microbatches=2, loss_fn=mse_loss)
         for rows in (4, 8, 2):
             train(pipeline, rows)
 

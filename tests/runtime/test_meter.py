@@ -76,7 +76,7 @@ def watch(
         pipeline = Pipeline(
             stages,
             pilot,
-            n_microbatches=schedule.num_microbatches,
+            num_microbatches=schedule.num_microbatches,
             loss_fn=lambda outputs, wanted: ((outputs - wanted) ** 2).mean(),
         )
         for _ in range(num_steps):

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from penstock import CostTable, Placement, ScheduleError, schedules, simulate
+from penstock import CostTable, Placement, schedules, simulate
+from penstock.errors import ScheduleError
 from penstock.ir import Backward, Forward
 from penstock.ir.action import compute_parts
 from penstock.runtime.auto.next_schedule import Outlook, choose_next
@@ -67,7 +68,7 @@ def test_one_microbatch_at_a_time_holds_the_smallest_memory(placement: Placement
     costs = CostTable.uniform(placement.num_stages, after_forward=3, after_input=2)
     caps = Problem.of(costs, placement, 3).smallest_caps
     schedule = one_at_a_time(placement, 3)
-    schedule.verify(costs=costs, memory_cap=caps)
+    schedule.verify(costs=costs, memory=caps)
     assert caps == tuple(rank.peak_memory for rank in simulate(schedule, costs).ranks)
 
 

@@ -11,7 +11,7 @@ from split_model import assert_same, make_schedule, run_pipeline, run_whole
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock import PipelineError
+from penstock.errors import PipelineError
 
 WIDTH = 4
 SCHEDULES = {"1F1B": 3, "GPipe": 2, "ZB-H1": 4, "ZB-V": 4, "DualPipeV": 4, "V-Min": 4}

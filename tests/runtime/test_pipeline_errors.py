@@ -14,16 +14,8 @@ from torch import nn
 from torch.distributed import pipelining as torch_pipelining
 
 import penstock
-from penstock import (
-    LocalGroup,
-    Pipeline,
-    PipelineStage,
-    Placement,
-    Schedule,
-    ScheduleError,
-    StageError,
-    local_ranks,
-)
+from penstock import LocalGroup, Pipeline, PipelineStage, Placement, Schedule, local_ranks
+from penstock.errors import ScheduleError, StageError
 from penstock.ir import Backward, Forward
 
 
@@ -32,13 +24,13 @@ def test_a_timeout_that_is_not_positive_is_rejected(timeout: Any) -> None:
     assert_rejected(
         StageError,
         f"timeout is {timeout!r}. Expected seconds, more than 0 and at most a year.",
-        lambda group: Pipeline(alone()(group), "1F1B", n_microbatches=2, timeout=timeout),
+        lambda group: Pipeline(alone()(group), "1F1B", num_microbatches=2, timeout=timeout),
     )
 
 
 def test_an_unknown_schedule_is_rejected_with_a_hint() -> None:
     with pytest.raises(ScheduleError, match=r"^There is no schedule named '1F1C'\. Did you mean"):
-        local_ranks(1, lambda group: Pipeline(alone()(group), "1F1C", n_microbatches=2))
+        local_ranks(1, lambda group: Pipeline(alone()(group), "1F1C", num_microbatches=2))
 
 
 def test_the_name_of_a_schedule_needs_the_number_of_microbatches() -> None:
@@ -65,7 +57,7 @@ def test_a_schedule_for_another_number_of_microbatches_is_rejected() -> None:
     )
     schedule = make_schedule("1F1B", 1, 2)
     assert_rejected(
-        StageError, message, lambda group: Pipeline(alone()(group), schedule, n_microbatches=3)
+        StageError, message, lambda group: Pipeline(alone()(group), schedule, num_microbatches=3)
     )
 
 
@@ -83,7 +75,7 @@ def test_too_few_microbatches_for_a_schedule_are_rejected() -> None:
     assert_rejected(
         ScheduleError,
         message,
-        lambda group: Pipeline(alone()(group), "1F1B", n_microbatches=0),
+        lambda group: Pipeline(alone()(group), "1F1B", num_microbatches=0),
     )
 
 
@@ -93,18 +85,20 @@ def test_stages_of_torch_are_rejected() -> None:
         "stages holds a PipelineStage. Expected penstock.PipelineStage: import the stage from "
         "penstock too."
     )
-    assert_rejected(StageError, message, lambda group: Pipeline([stage], "1F1B", n_microbatches=2))
+    assert_rejected(
+        StageError, message, lambda group: Pipeline([stage], "1F1B", num_microbatches=2)
+    )
 
 
 @pytest.mark.parametrize("kind", [torch_pipelining.PipelineStage, nn.Linear])
 def test_a_single_stage_that_is_not_ours_is_rejected(kind: type) -> None:
     with pytest.raises(StageError, match=r"Expected penstock\.PipelineStage"):
-        local_ranks(1, lambda group: Pipeline(object.__new__(kind), "1F1B", n_microbatches=2))
+        local_ranks(1, lambda group: Pipeline(object.__new__(kind), "1F1B", num_microbatches=2))
 
 
 def test_no_stages_are_rejected() -> None:
     message = "stages is empty. Give the stages that this rank holds."
-    assert_rejected(StageError, message, lambda group: Pipeline([], "1F1B", n_microbatches=2))
+    assert_rejected(StageError, message, lambda group: Pipeline([], "1F1B", num_microbatches=2))
 
 
 def test_stages_that_differ_in_what_they_must_share_are_rejected() -> None:
@@ -115,7 +109,7 @@ def test_stages_that_differ_in_what_they_must_share_are_rejected() -> None:
         ]
 
     def main(group: LocalGroup, changed: dict[str, Any]) -> None:
-        Pipeline(stages(group, **changed), "Interleaved1F1B", n_microbatches=2)
+        Pipeline(stages(group, **changed), "Interleaved1F1B", num_microbatches=2)
 
     end = "Give all of them the same."
     with pytest.raises(StageError, match=f"differ in num_stages: 2, 3. {end}"):
@@ -133,7 +127,7 @@ def test_stages_of_different_groups_are_rejected() -> None:
         "Give all of them the same."
     )
     with pytest.raises(StageError, match=f"^{re.escape(message)}$"):
-        Pipeline(stages, "Interleaved1F1B", n_microbatches=2)
+        Pipeline(stages, "Interleaved1F1B", num_microbatches=2)
 
 
 def test_a_schedule_for_another_number_of_ranks_is_rejected() -> None:
@@ -153,7 +147,7 @@ def test_a_schedule_for_another_number_of_stages_is_rejected() -> None:
         StageError,
         message,
         lambda group: Pipeline(
-            PipelineStage(nn.Linear(4, 4), 0, 3, CPU, group=group), "1F1B", n_microbatches=2
+            PipelineStage(nn.Linear(4, 4), 0, 3, CPU, group=group), "1F1B", num_microbatches=2
         ),
     )
 
@@ -164,7 +158,7 @@ def test_a_stage_on_the_wrong_rank_is_rejected() -> None:
         lambda group: Pipeline(
             PipelineStage(nn.Linear(4, 4), 1 - group.rank, 2, CPU, group=group),
             "1F1B",
-            n_microbatches=2,
+            num_microbatches=2,
         ),
     )
     for rank, error in enumerate(errors):
@@ -182,7 +176,7 @@ def test_the_same_stage_twice_is_rejected() -> None:
             lambda group: Pipeline(
                 [PipelineStage(nn.Linear(4, 4), 0, 2, CPU, group=group)] * 2,
                 "Interleaved1F1B",
-                n_microbatches=2,
+                num_microbatches=2,
             ),
         )
 
@@ -211,7 +205,7 @@ def test_a_schedule_without_a_class_says_what_to_use() -> None:
     message = (
         "The schedule InterleavedAhead has no class of its own; the classes are for 1F1B, "
         "DualPipeV, GPipe, Interleaved1F1B, InterleavedZeroBubble, LoopedBFS, V-Half, V-Min, "
-        "ZB-H1, ZB-H2, ZB-V. Use Pipeline(stages, 'InterleavedAhead', n_microbatches=...)."
+        "ZB-H1, ZB-H2, ZB-V. Use Pipeline(stages, 'InterleavedAhead', num_microbatches=...)."
     )
     with pytest.raises(ScheduleError, match=f"^{re.escape(message)}$"):
         penstock.get_schedule_class("InterleavedAhead")

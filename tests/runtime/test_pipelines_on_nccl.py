@@ -9,11 +9,13 @@ import pytest
 import penstock
 from local_steps import mean_square, mlp, mlp_batch
 from nccl_stand_in import Pairs, StandInComm, use_stand_in
-from penstock import CommError, LocalGroup, Pipeline, local_ranks, schedules
+from penstock import LocalGroup, Pipeline, local_ranks, schedules
 from penstock.comm.channels import both_ways
 from penstock.comm.links import NcclLink
+from penstock.errors import CommError
 from penstock.ir import Placement
 from penstock.ir.message import Channel
+from penstock.runtime.auto.auto_value import Auto
 from skip_models import Skip, SkipRun, assert_skips_like_unsplit, train_skips
 from stage_training import TRAINING_NAMES, Run, assert_like_unsplit, make_stages, train
 from tied_models import TiedRun, assert_trains_as_unsplit, train_tied
@@ -37,7 +39,7 @@ def run(num_ranks: int, main: Callable[..., Any], *args: Any) -> tuple[list[Any]
 
 def make_pipeline(group: LocalGroup, schedule: str = "1F1B", **options: Any) -> Pipeline:
     stages = make_stages(group, mlp(), [group.rank])
-    return Pipeline(stages, schedule, n_microbatches=4, loss_fn=mean_square, **options)
+    return Pipeline(stages, schedule, num_microbatches=4, loss_fn=mean_square, **options)
 
 
 def train_a_little(pipeline: Pipeline, num_steps: int = 1) -> None:
@@ -102,7 +104,7 @@ def test_recording_opens_channels_to_rank_0_when_it_is_asked_for() -> None:
 
 def test_schedule_that_is_found_needs_rank_0_too() -> None:
     def main(group: LocalGroup) -> None:
-        pipeline = make_pipeline(group, "auto", search_seconds=0.1, replan_when=1e-9)
+        pipeline = make_pipeline(group, Auto(seconds=0.1, replan_when=1e-9))
         pipeline._pilot._look_every = 1  # type: ignore[union-attr]  # So that it plans again.
         train_a_little(pipeline, 15)
 

@@ -8,14 +8,8 @@ import torch
 
 import penstock
 from local_steps import FOUR_STAGES, mean_square, mlp, mlp_batch, run_locally
-from penstock import (
-    AgreementError,
-    LocalGroup,
-    Pipeline,
-    RecordError,
-    Recording,
-    schedules,
-)
+from penstock import LocalGroup, Pipeline, Recording, schedules
+from penstock.errors import AgreementError, RecordError
 from penstock.ir.action import compute_parts
 from penstock.runtime.recording.recorder import MOST_STEPS
 from stage_training import make_stages
@@ -151,7 +145,7 @@ def test_steps_that_auto_counts_memory_in_are_left_out() -> None:
         pipeline = Pipeline(
             make_stages(group, modules, [group.rank]),
             "auto",
-            n_microbatches=4,
+            num_microbatches=4,
             loss_fn=mean_square,
             record=True,
         )

@@ -7,8 +7,9 @@ import pytest
 from bare_steps import run_bare_steps
 from fuzzing import IS_LONG
 from nccl_stand_in import Pairs, StandInComm
-from penstock import CommError, LocalGroup, Schedule, local_ranks, schedules
+from penstock import LocalGroup, Schedule, local_ranks, schedules
 from penstock.comm.links import NcclLink
+from penstock.errors import CommError
 from penstock.ir.message import Channel
 from penstock.passes.simpler_orders import keep_forwards
 from penstock.runtime.program import make_program

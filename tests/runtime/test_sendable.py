@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from odd_tensors import REFUSED, SENT, Receiver, Sender, Tagged, memory_of, numbers, total
-from penstock import CommError, LocalGroup, Pipeline, PipelineStage, StageError, local_ranks
+from penstock import LocalGroup, Pipeline, PipelineStage, local_ranks
 from penstock.comm.pending import values_of, waited
+from penstock.errors import CommError, StageError
 from penstock.runtime.messages.sendable import as_sent, find_fault
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Torch warns of half of these kinds.
@@ -26,7 +27,7 @@ def _run(group: LocalGroup, module: nn.Module, schedule: str = "1F1B", **kwargs:
     pipeline = Pipeline(
         stage,
         schedule,
-        n_microbatches=NUM_MICROBATCHES,
+        num_microbatches=NUM_MICROBATCHES,
         loss_fn=lambda output, _: output,
         scale_grads=False,
     )
@@ -134,7 +135,7 @@ def test_a_collective_is_waited_for_wherever_its_result_goes(num_ranks: int) -> 
         ]
         schedule = "1F1B" if num_ranks == 2 else "Interleaved1F1B"
         loss_fn = lambda output, _: _AsCollective.apply(output.sum())  # noqa: E731
-        pipeline = Pipeline(stages, schedule, n_microbatches=2, loss_fn=loss_fn)
+        pipeline = Pipeline(stages, schedule, num_microbatches=2, loss_fn=loss_fn)
         x = numbers().requires_grad_()
         losses: list[Any] = []
         outputs = pipeline.step_microbatches([(x,)] * 2 if group.rank == 0 else None, losses=losses)
@@ -218,7 +219,7 @@ def _tied_grads(change: Any) -> list[Tensor]:
             layer.weight.register_post_accumulate_grad_hook(hook)
         stage = PipelineStage(layer, group.rank, 2, CPU, group=group, tied={"weight": "words"})
         loss_fn = lambda output, _: output.sum()  # noqa: E731
-        pipeline = Pipeline(stage, "1F1B", n_microbatches=1, loss_fn=loss_fn)
+        pipeline = Pipeline(stage, "1F1B", num_microbatches=1, loss_fn=loss_fn)
         pipeline.step(numbers())
         assert layer.weight.grad is not None
         return layer.weight.grad

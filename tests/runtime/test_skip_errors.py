@@ -12,17 +12,8 @@ from test_skips import Call, run_calls
 from torch import Tensor, nn
 
 from local_steps import FOUR_STAGES, randn
-from penstock import (
-    AgreementError,
-    LocalGroup,
-    Pipeline,
-    PipelineStage,
-    PipeliningShapeError,
-    Schedule,
-    StageError,
-    local_ranks,
-    schedules,
-)
+from penstock import LocalGroup, Pipeline, PipelineStage, Schedule, local_ranks, schedules
+from penstock.errors import AgreementError, PipeliningShapeError, StageError
 from penstock.ir import Backward
 from skip_models import WIDTH
 from stage_training import CPU
@@ -177,7 +168,7 @@ def test_every_rank_is_told_of_ends_that_disagree() -> None:
     def main(group: LocalGroup) -> None:
         skips = {"skips_out": {2: 1}} if group.rank == 0 else {}
         stage = PipelineStage(nn.Linear(4, 4), group.rank, 3, CPU, group=group, **skips)
-        Pipeline(stage, "1F1B", n_microbatches=2, loss_fn=nn.functional.mse_loss).step()
+        Pipeline(stage, "1F1B", num_microbatches=2, loss_fn=nn.functional.mse_loss).step()
 
     assert [AgreementError] * 3 == [type(error) for error in errors_of(3, main)]
 
@@ -223,7 +214,7 @@ def test_words_for_a_gradient_of_what_skipped() -> None:
     def main(group: LocalGroup) -> None:
         module = Call((lambda f, x: (f(x), x)) if group.rank == 0 else lambda f, *a: f(a[-1]))
         stage = PipelineStage(module, group.rank, 3, CPU, group=group, **ends.get(group.rank, {}))
-        pipeline = Pipeline(stage, "1F1B", n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        pipeline = Pipeline(stage, "1F1B", num_microbatches=2, loss_fn=nn.functional.mse_loss)
 
         def describe(action: Backward, context: Any) -> None:
             (entry,) = (e for e in context.program.entries if e.action == action)

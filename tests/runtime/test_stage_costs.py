@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import penstock
 from local_steps import mean_square, mlp, mlp_batch
-from penstock import AgreementError, CostError, CostTable, LocalGroup, Placement, local_ranks
+from penstock import CostTable, LocalGroup, Placement, local_ranks
+from penstock.errors import AgreementError, CostError
 from skip_models import Skip, SkipStage
 from stage_training import make_stages
 

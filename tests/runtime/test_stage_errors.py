@@ -18,16 +18,13 @@ from split_model import CPU, make_schedule
 from torch import Tensor, nn
 
 import penstock
-from penstock import (
+from penstock import LocalGroup, Pipeline, PipelineStage, local_ranks
+from penstock.errors import (
     CommError,
-    LocalGroup,
-    Pipeline,
     PipelineError,
-    PipelineStage,
     PipeliningMetadataError,
     PipeliningShapeError,
     StageError,
-    local_ranks,
 )
 
 
@@ -99,7 +96,7 @@ def test_examples_on_the_meta_device_and_gradients_that_fit_are_accepted() -> No
     example = torch.empty(2, 4, device="meta")
     kwargs = {"input_args": example, "output_args": [example], "output_grads": example}
     stage_of = alone(**kwargs)
-    local_ranks(1, lambda group: train(Pipeline(stage_of(group), "1F1B", n_microbatches=2)))
+    local_ranks(1, lambda group: train(Pipeline(stage_of(group), "1F1B", num_microbatches=2)))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +165,7 @@ def test_an_evaluation_is_checked_against_the_examples_too() -> None:
     stage_of = alone(input_args=torch.ones(9, 4))
 
     def main(group: LocalGroup) -> None:
-        Pipeline(stage_of(group), "1F1B", n_microbatches=2).eval(torch.ones(4, 4))
+        Pipeline(stage_of(group), "1F1B", num_microbatches=2).eval(torch.ones(4, 4))
 
     assert_rejected(PipeliningShapeError, message, main)
 

@@ -18,15 +18,8 @@ from failing_steps import (
 )
 from torch import Tensor
 
-from penstock import (
-    CommError,
-    LocalGroup,
-    MicrobatchError,
-    Pipeline,
-    Schedule,
-    StageError,
-    local_ranks,
-)
+from penstock import LocalGroup, Pipeline, Schedule, local_ranks
+from penstock.errors import CommError, MicrobatchError, StageError
 from penstock.ir import Backward, Forward, Overlap, Send
 
 NO_GRAD = (

@@ -346,7 +346,7 @@ def test_eval_leaves_gradients_alone_and_modules_in_their_mode(schedule: Schedul
 def test_eval_without_losses_needs_no_target() -> None:
     def main(group: LocalGroup) -> Tensor | None:
         stage = PipelineStage(nn.Identity(), group.rank, 2, "cpu", group=group)
-        pipeline = Pipeline(stage, "1F1B", n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        pipeline = Pipeline(stage, "1F1B", num_microbatches=2, loss_fn=nn.functional.mse_loss)
         return pipeline.eval(torch.ones(4, 3))
 
     assert torch.equal(torch.ones(4, 3), local_ranks(2, main)[1])
@@ -355,7 +355,7 @@ def test_eval_without_losses_needs_no_target() -> None:
 def test_loss_that_fails_without_a_target_says_that_there_was_none() -> None:
     def main(group: LocalGroup) -> None:
         stage = PipelineStage(nn.Linear(3, 3), group.rank, 2, "cpu", group=group)
-        pipeline = Pipeline(stage, "1F1B", n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        pipeline = Pipeline(stage, "1F1B", num_microbatches=2, loss_fn=nn.functional.mse_loss)
         pipeline.step(torch.ones(4, 3))
 
     with pytest.raises(AttributeError) as caught:

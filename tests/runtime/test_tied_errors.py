@@ -9,15 +9,8 @@ from failing_steps import Boom, Layer, alone, assert_rejected, errors_of, mse_lo
 from split_model import CPU, make_schedule
 from torch import nn
 
-from penstock import (
-    AgreementError,
-    CommError,
-    LocalGroup,
-    Pipeline,
-    PipelineStage,
-    StageError,
-    local_ranks,
-)
+from penstock import LocalGroup, Pipeline, PipelineStage, local_ranks
+from penstock.errors import AgreementError, CommError, StageError
 
 TIED = {"linear.weight": "w"}
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from local_steps import FOUR_STAGES, NUM_STAGES
-from penstock import CommError, LocalGroup, Pipeline, PipelineStage, local_ranks
+from penstock import LocalGroup, Pipeline, PipelineStage, local_ranks
 from penstock.comm import AbstractComm, Transfer
 from penstock.comm.channels import both_ways
+from penstock.errors import CommError
 from penstock.ir.message import Channel
 from penstock.runtime.tied_parameters import TiedGrads, Ties
 from stage_training import CPU

@@ -26,7 +26,7 @@ def test_sent_activation_is_released_when_its_gradient_comes_back() -> None:
     def main(group: LocalGroup) -> None:
         stage = PipelineStage(nn.Linear(4, 4), group.rank, 2, "cpu", group=group)
         loss_fn = nn.functional.mse_loss
-        pipeline = Pipeline(stage, "1F1B", n_microbatches=NUM_MICROBATCHES, loss_fn=loss_fn)
+        pipeline = Pipeline(stage, "1F1B", num_microbatches=NUM_MICROBATCHES, loss_fn=loss_fn)
         x, target = torch.randn(NUM_MICROBATCHES, 4), torch.randn(NUM_MICROBATCHES, 4)
         pipeline.step(x, target=target)  # Later ones send no forms.
         if group.rank == 0:

@@ -103,7 +103,7 @@ def test_rank_never_holds_more_than_peak_whatever_is_left_after_input(
     for shape, schedule in schedules_of(generator.name):
         costs = uniform_costs(shape, Times(), after_input=after_input)
         assert simulate(schedule, costs).peak_memory <= generator.peak(shape) * (1 + 1e-12), shape
-        schedule.verify(costs=costs, memory_cap=generator.peak(shape))
+        schedule.verify(costs=costs, memory=generator.peak(shape))
 
 
 @pytest.mark.parametrize("p", range(1, 17))

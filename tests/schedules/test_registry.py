@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from penstock import ScheduleError, schedules, simulate
+from penstock import schedules, simulate
+from penstock.errors import ScheduleError
 from penstock.schedules import REGISTRY, Generator
 
 every_generator = pytest.mark.parametrize("generator", REGISTRY, ids=lambda each: each.name)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from penstock import Placement, Schedule, ScheduleError, schedules
+from penstock import Placement, Schedule, schedules
+from penstock.errors import ScheduleError
 from penstock.ir import BackwardWeight, Overlap
 from penstock.passes import add_comms, remove_comms
 from penstock.schedules import REGISTRY, Generator, Shape

@@ -6,7 +6,8 @@ import re
 import pytest
 from pipelines import trains, uneven_costs
 
-from penstock import CostError, CostTable, Placement, Schedule, ScheduleError, schedules, simulate
+from penstock import CostTable, Placement, Schedule, schedules, simulate
+from penstock.errors import CostError, ScheduleError
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Overlap
 from penstock.passes import add_comms, fuse_backward, split_backward
 from penstock.schedules import REGISTRY, Generator

@@ -25,7 +25,7 @@ def test_orders_get_no_worse_and_can_still_be_run(seed: int, fuses: bool) -> Non
     before = first_orders(problem)
     after = anneal(problem, before, num_moves=300, heat=5.0, seed=seed).orders
     assert evaluate(problem, after).time <= evaluate(problem, before).time
-    problem.schedule(after).verify(costs=problem.costs, memory_cap=problem.caps)
+    problem.schedule(after).verify(costs=problem.costs, memory=problem.caps)
 
 
 def test_same_seed_finds_the_same_orders() -> None:

@@ -29,7 +29,7 @@ def test_orders_of_every_policy_can_be_run(seed: int, fuses: bool) -> None:
     for number, chosen in enumerate(grid(problem)):
         if number % 5 == seed % 5:
             schedule = problem.schedule(dispatch(problem, chosen))
-            schedule.verify(costs=problem.costs, memory_cap=problem.caps)
+            schedule.verify(costs=problem.costs, memory=problem.caps)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -42,7 +42,7 @@ def test_least_memory_is_enough(num_stages: int, place: object) -> None:
         problem = Problem.of(costs, placement, 5, memory=2 * num_stages + extra)
         for chosen in grid(problem):
             schedule = problem.schedule(dispatch(problem, chosen))
-            schedule.verify(costs=costs, memory_cap=problem.caps)
+            schedule.verify(costs=costs, memory=problem.caps)
 
 
 def test_forwards_ahead_are_limited_by_stage() -> None:

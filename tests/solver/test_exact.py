@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from limits import HANG_S
-from penstock import CostError, CostTable, Placement, Schedule, ScheduleError, schedules, simulate
+from penstock import CostTable, Placement, Schedule, schedules, simulate
+from penstock.errors import CostError, ScheduleError
 from penstock.ir import (
     Action,
     Backward,
@@ -129,7 +130,7 @@ def test_two_ranks_are_as_fast_as_the_best_of_all_orders(
     result = solve(costs, placement, 2, memory=caps, clock=clock)
     assert expected == getattr(result.report, clock) == pytest.approx(result.lower_bound)
     assert result.is_optimal
-    result.schedule.verify(costs=costs, memory_cap=caps)
+    result.schedule.verify(costs=costs, memory=caps)
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 0], [0, 1, 0], [0, 1, 1, 0], [0, 1, 0, 1]], ids=str)
@@ -190,7 +191,7 @@ def test_no_schedule_beats_the_lower_bound(clock: Any) -> None:
         result = solve(costs, schedule.placement, 4, memory=caps, clock=clock, hint=schedule)
         assert result.is_optimal
         assert result.lower_bound <= getattr(report, clock)
-        result.schedule.verify(costs=costs, memory_cap=caps)
+        result.schedule.verify(costs=costs, memory=caps)
 
 
 def test_less_memory_takes_more_time() -> None:

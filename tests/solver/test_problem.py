@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from problems import random_problem
 
-from penstock import CostError, CostTable, Placement, ScheduleError, schedules, simulate
+from penstock import CostTable, Placement, schedules, simulate
+from penstock.errors import CostError, ScheduleError
 from penstock.solver import Problem
 from penstock.solver.placement_choices import describe
 from penstock.solver.problem import codes, nothing_fits

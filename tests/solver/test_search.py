@@ -10,15 +10,8 @@ from problems import random_problem
 from published_rows import read_rows, search_row
 
 from fuzzing import IS_LONG
-from penstock import (
-    CostError,
-    CostTable,
-    Placement,
-    ScheduleError,
-    SearchResult,
-    search,
-    simulate,
-)
+from penstock import CostTable, Placement, SearchResult, search, simulate
+from penstock.errors import CostError, ScheduleError
 from penstock.ir import Backward, BackwardInput
 from penstock.solver import Problem
 from penstock.solver.registered_schedules import registered
@@ -59,7 +52,7 @@ def test_no_registered_schedule_that_fits_is_faster(seed: int) -> None:
     if seed % 5 == 0:
         problem = replace(problem, costs=costs_with_messages_that_queue(problem, seed))
     found = find(problem, effort=0.05)
-    found.schedule.verify(costs=problem.costs, memory_cap=problem.caps)
+    found.schedule.verify(costs=problem.costs, memory=problem.caps)
     assert found.time == problem.time_of(simulate(found.schedule, problem.costs))
     assert found.time >= found.lower_bound * (1 - 1e-9)
     for name, schedule in registered(problem.placement, problem.num_microbatches):
@@ -122,7 +115,7 @@ def test_search_stops_when_its_time_is_up() -> None:
     assert "stopped after" in str(found)
     [policies] = [tried for tried in found.tried if tried.name == "policies"]
     assert 10 > policies.count  # Of 72.
-    found.schedule.verify(costs=costs, memory_cap=10)
+    found.schedule.verify(costs=costs, memory=10)
     [least] = [tried for tried in found.tried if tried.name == "one at a time"]
     assert found.time < least.time / 2
 
@@ -175,7 +168,7 @@ def test_input_backwards_that_leave_more_than_they_free_keep_to_the_memory() -> 
     costs = CostTable.uniform(2, after_forward=1, after_input=3)
     for cap in (1, 2, 3, 4, 6):
         found = search(costs, 2, 6, memory=cap, effort=0.1)
-        found.schedule.verify(costs=costs, memory_cap=cap)
+        found.schedule.verify(costs=costs, memory=cap)
     assert search(costs, 2, 6, memory=6, effort=0.1).time < search(costs, 2, 6, memory=1).time
 
 

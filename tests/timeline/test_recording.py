@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock import CostTable, RecordError, Recording, schedules, simulate
+from penstock import CostTable, Recording, schedules, simulate
+from penstock.errors import RecordError
 from penstock.timeline import RecordedStep, Timeline
 
 COSTS = CostTable(

@@ -4,7 +4,7 @@ from small_runs import MODEL, PLAIN, TEXT, losses
 from torch import Tensor
 
 from penstock.comm import LocalGroup, local_ranks
-from penstock.cutting.cut_model import Pipe
+from penstock.cutting.cut_model import CutModel
 from penstock.ir import Placement
 from penstock.training.batches import Batches
 from penstock.training.gpt import Gpt, build_stages, cut, initialise, loss_of
@@ -38,7 +38,7 @@ def test_first_weights_do_not_depend_on_the_cut(placement: Placement) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def _parameters(pipe: Pipe, stage: int) -> list[Tensor]:
+def _parameters(pipe: CutModel, stage: int) -> list[Tensor]:
     return list(pipe.get_stage_module(stage).parameters())
 
 

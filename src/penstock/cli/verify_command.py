@@ -52,6 +52,6 @@ def verify(
 def _check_memory(given: Given, costs: GivenCosts, caps: float | tuple[float, ...]) -> None:
     table = costs.table(given.schedule.placement)
     try:
-        check(given.schedule, costs=table, memory_cap=caps)
+        check(given.schedule, costs=table, memory=caps)
     except ScheduleError as exc:
         raise ScheduleError(f"{given.name}: {exc}") from exc

@@ -17,10 +17,17 @@ from penstock.compat.schedules import (
     ScheduleZBVZeroBubble,
     get_schedule_class,
 )
+from penstock.cutting import CutModel as Pipe
+from penstock.cutting import SplitPoint, pipe_split
+from penstock.cutting import cut as pipeline
+from penstock.microbatches import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
+from penstock.stage import PipelineStage, build_stage
 
 __all__ = [
+    "Pipe",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
+    "PipelineStage",
     "Schedule1F1B",
     "ScheduleAuto",
     "ScheduleDualPipeV",
@@ -33,5 +40,12 @@ __all__ = [
     "ScheduleZBH1",
     "ScheduleZBH2",
     "ScheduleZBVZeroBubble",
+    "SplitPoint",
+    "TensorChunkSpec",
+    "build_stage",
     "get_schedule_class",
+    "merge_chunks",
+    "pipe_split",
+    "pipeline",
+    "split_args_kwargs_into_chunks",
 ]

@@ -3,7 +3,7 @@
 Each binds a generator to stages; all that runs is `Pipeline`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from penstock.errors import ScheduleError, StageError
 from penstock.microbatches.loss_weights import LossWeight
 from penstock.runtime import Pipeline
-from penstock.runtime.auto.auto_pilot import DEFAULT_SEARCH_S
+from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.step_settings import LossFn
 from penstock.schedules import get
@@ -63,7 +63,7 @@ class PipelineScheduleSingle(_TorchNames):
         super().__init__(
             stage,
             self.schedule_name,
-            n_microbatches=n_microbatches,
+            num_microbatches=n_microbatches,
             loss_fn=loss_fn,
             args_chunk_spec=args_chunk_spec,
             kwargs_chunk_spec=kwargs_chunk_spec,
@@ -111,7 +111,7 @@ class PipelineScheduleMulti(_TorchNames):
         super().__init__(
             stages,
             self.schedule_name,
-            n_microbatches=n_microbatches,
+            num_microbatches=n_microbatches,
             loss_fn=loss_fn,
             args_chunk_spec=args_chunk_spec,
             kwargs_chunk_spec=kwargs_chunk_spec,
@@ -241,10 +241,7 @@ class ScheduleAuto(_TorchNames):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
-        memory: float | Iterable[float] | None = None,
-        replan_when: float | None = None,
-        measure_steps: int = 1,
-        search_seconds: float = DEFAULT_SEARCH_S,
+        auto: Auto | None = None,
         loss_weight: LossWeight | None = None,
         replica_group: dist.ProcessGroup | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
@@ -252,8 +249,8 @@ class ScheduleAuto(_TorchNames):
     ) -> None:
         super().__init__(
             stages,
-            "auto",
-            n_microbatches=n_microbatches,
+            auto or Auto(),
+            num_microbatches=n_microbatches,
             loss_fn=loss_fn,
             args_chunk_spec=args_chunk_spec,
             kwargs_chunk_spec=kwargs_chunk_spec,
@@ -263,10 +260,6 @@ class ScheduleAuto(_TorchNames):
             replica_group=replica_group,
             on_grads_ready=on_grads_ready,
             timeout=timeout,
-            memory=memory,
-            replan_when=replan_when,
-            measure_steps=measure_steps,
-            search_seconds=search_seconds,
         )
 
 
@@ -305,6 +298,6 @@ def get_schedule_class(
     if name not in by_name:
         raise ScheduleError(
             f"The schedule {name} has no class of its own; the classes are for "
-            f"{', '.join(sorted(by_name))}. Use Pipeline(stages, {name!r}, n_microbatches=...)."
+            f"{', '.join(sorted(by_name))}. Use Pipeline(stages, {name!r}, num_microbatches=...)."
         )
     return by_name[name]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from penstock.cutting.cut_model import Pipe
+from penstock.cutting.cut_model import CutModel
 from penstock.cutting.flow import Flow, find_flow
 from penstock.cutting.model_names import Names, install
 from penstock.cutting.restored import module_of, restore
@@ -20,7 +20,7 @@ from penstock.ir import StageId
 from penstock.torch_private import own_buffers, own_modules, own_parameters
 
 
-def assemble(trace: Trace) -> Pipe:
+def assemble(trace: Trace) -> CutModel:
     """Cut a traced model at its marks."""
     flow = find_flow(trace.graph_module)
     modules = [
@@ -35,7 +35,7 @@ def assemble(trace: Trace) -> Pipe:
         pair: [f"{node.name} {_form(node.meta.get('val'))}" for node in nodes]
         for pair, nodes in flow.given.items()
     }
-    return Pipe(modules, tied, starts, given)
+    return CutModel(modules, tied, starts, given)
 
 
 def _graph_of(stage: StageId, flow: Flow, trace: Trace) -> fx.Graph:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from penstock.cutting.cut_model import Pipe
+from penstock.cutting.cut_model import CutModel
 from penstock.cutting.marks import find_module, unknown_name
 from penstock.cutting.model_names import Names, install
 from penstock.errors import PartitionError
@@ -42,7 +42,7 @@ class Chain:
                 raise PartitionError(
                     f"{type(model).__name__} has a forward or hooks of its own, so that it is not "
                     "just its modules one after the other. Give layers, the names of its modules "
-                    "in the order in which they are called, or trace it with penstock.pipeline()."
+                    "in the order in which they are called, or trace it with penstock.cut()."
                 )
             found: list[tuple[str, Called]] = list(_expand("", model))
         else:
@@ -80,7 +80,7 @@ class Chain:
             )
         return starts[0]
 
-    def cut(self, starts: Iterable[int], *, is_trial: bool = False) -> Pipe:
+    def cut(self, starts: Iterable[int], *, is_trial: bool = False) -> CutModel:
         """The stages that begin at these layers; in a trial they are only run one by one."""
         begins = list(starts)
         ends = [*begins[1:], len(self.names)]
@@ -99,7 +99,7 @@ class Chain:
             copied = {t for t, holders in tied.items() if stage in holders[1:]}
             stages.append(self._stage(indices, copied))
         by_stage = [self._names_of(indices, tied) for indices in ranges]
-        return Pipe(stages, by_stage, [self.names[begin] for begin in begins[1:]])
+        return CutModel(stages, by_stage, [self.names[begin] for begin in begins[1:]])
 
     def _check_buffers(self, ranges: Sequence[range]) -> None:
         """Raises if stages might each change a buffer of their own, such as running statistics."""

@@ -30,7 +30,7 @@ class StageInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class PipeInfo:
+class CutInfo:
     """What a cut model consists of. `print(pipe.info())` shows it as a table."""
 
     stages: tuple[StageInfo, ...]
@@ -51,8 +51,8 @@ class PipeInfo:
         return "\n".join(lines)
 
 
-class Pipe:
-    """A model cut into stages, made by `penstock.pipeline` or `penstock.split`.
+class CutModel:
+    """A model cut into stages, made by `penstock.cut` or `penstock.cut_between_modules`.
 
     Its stages hold the model's own parameters and buffers under the model's own names. A
     parameter that several stages use is tied: the first of them holds the model's, the others
@@ -111,7 +111,7 @@ class Pipe:
         }
 
     def __repr__(self) -> str:
-        return f"Pipe({self.num_stages} stages)"
+        return f"CutModel({self.num_stages} stages)"
 
     def get_stage_module(self, stage_index: StageId) -> nn.Module:
         """The module of one stage."""
@@ -179,7 +179,7 @@ class Pipe:
         """Where the stages begin; the ranks of a pipeline must have the same."""
         return f"{self.num_stages} stages, from {', '.join(self._starts[1:]) or 'one piece'}"
 
-    def info(self) -> PipeInfo:
+    def info(self) -> CutInfo:
         """What the stages consist of, to look at."""
         stages = []
         for index, module in enumerate(self._modules):
@@ -197,7 +197,7 @@ class Pipe:
                     receives=tuple(received),
                 )
             )
-        return PipeInfo(tuple(stages))
+        return CutInfo(tuple(stages))
 
     def print_readable(self) -> None:
         """Print each stage: its code if it was traced, otherwise its modules."""

@@ -18,7 +18,7 @@ class Balanced:
 
     `costs` are those of `penstock.measure_layers`, or one number per layer; without them they
     are counted from shapes, which is the same on all ranks. `placement` says which rank holds
-    which stage, if there are several each. With `memory_cap`, in bytes, no rank holds more:
+    which stage, if there are several each. With `memory`, in bytes, no rank holds more:
     parameters count `bytes_per_parameter_byte` times (by default with their gradient and Adam's
     two moments), and activations as often as `in_flight` says, by default as 1F1B holds them.
     With two stages per rank, the slowest rank may be slower by the share `slack` where that makes
@@ -30,7 +30,7 @@ class Balanced:
     costs: Sequence[LayerCost | float] | None = None
     placement: Placement | None = None
     slack: float = 0.05
-    memory_cap: float | None = None
+    memory: float | None = None
     in_flight: int | Sequence[int] | None = None
     bytes_per_parameter_byte: float = 4.0
 
@@ -60,19 +60,19 @@ class Balanced:
         return partition.starts
 
     def _memory(self, costs: Sequence[LayerCost | float]) -> MemoryLimit | None:
-        if self.memory_cap is None:
+        if self.memory is None:
             return None
         layers = [cost for cost in costs if isinstance(cost, LayerCost)]
         if len(layers) < len(costs):
             raise CostError(
                 "costs holds plain numbers, which do not tell what a layer needs of the "
-                "memory_cap. Give those of penstock.measure_layers() or count_layers()."
+                "memory. Give those of penstock.measure_layers() or count_layers()."
             )
         in_flight = self.in_flight
         if in_flight is None:
             in_flight = [self.num_stages - stage for stage in range(self.num_stages)]
         return MemoryLimit(
-            cap=self.memory_cap,
+            cap=self.memory,
             fixed=[cost.parameter_bytes * self.bytes_per_parameter_byte for cost in layers],
             per_microbatch=[cost.activation_bytes for cost in layers],
             in_flight=in_flight,

@@ -59,7 +59,8 @@ def count_layers(
 ) -> list[LayerCost]:
     """Costs from shapes alone; the model may be on the meta device.
 
-    The layers are those of the traced model, or of `penstock.split` if `layers` is given.
+    The layers are those of the traced model, or of `penstock.cut_between_modules` if `layers` is
+    given.
     """
     if layers is not None:
         return count_chain(Chain.of(model, layers), mb_args, mb_kwargs or {})

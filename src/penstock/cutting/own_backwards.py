@@ -22,7 +22,7 @@ from penstock.torch_private import CheckpointFunction, backward_hooks, calling_a
 ONE_AT_A_TIME = threading.RLock()
 _REMEDY = (
     "A trace has only the operations of the forward, so that this would be lost. Leave it out, or "
-    "cut the model between its modules with penstock.split()."
+    "cut the model between its modules with penstock.cut_between_modules()."
 )
 
 
@@ -78,7 +78,7 @@ def _noticing(model: nn.Module) -> Iterator[None]:
         warnings.warn(
             f"{type(model).__name__} checkpoints activations, and a trace does not keep that: its "
             "stages compute the same, and hold all activations. To keep it, cut the model between "
-            "its modules with penstock.split(), or checkpoint the stages' modules.",
+            "its modules with penstock.cut_between_modules(), or checkpoint the stages' modules.",
             stacklevel=5,
         )
 

@@ -7,19 +7,19 @@ from typing import Any
 from torch import fx, nn
 
 from penstock.cutting.assembling import assemble
-from penstock.cutting.cut_model import Pipe
+from penstock.cutting.cut_model import CutModel
 from penstock.cutting.marks import SplitPoint, remove_marks, unify_marks
 from penstock.cutting.tracing import trace
 from penstock.errors import PartitionError
 
 
-def pipeline(
+def cut(
     module: nn.Module,
     mb_args: tuple[Any, ...] = (),
     mb_kwargs: dict[str, Any] | None = None,
     split_spec: Mapping[str, SplitPoint] | None = None,
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-) -> Pipe:
+) -> CutModel:
     """Trace a model and cut it into stages.
 
     `mb_args` and `mb_kwargs` are an example of one microbatch. The cuts are where the model calls
@@ -31,7 +31,7 @@ def pipeline(
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> spec = {"1": penstock.SplitPoint.END}
-        >>> pipe = penstock.pipeline(model, (torch.randn(8, 4),), split_spec=spec)
+        >>> pipe = penstock.cut(model, (torch.randn(8, 4),), split_spec=spec)
         >>> print(pipe.info())
         stage 0: 20 parameters
         stage 1, from 2 (linear_1): 10 parameters

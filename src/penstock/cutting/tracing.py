@@ -156,8 +156,8 @@ def _untraceable(model: nn.Module, exc: Exception) -> TraceError:
         "A model can be traced if its forward does the same whatever the values of its tensors "
         "are, and returns tensors in tuples, lists, dicts or dataclasses that torch knows (not a "
         "cache: use_cache=False in transformers). Change that (torch.where and torch.cond choose "
-        "by value), or cut the model between its modules with penstock.split(); docs/cutting.md "
-        "tells how, also for a model that is no chain of modules."
+        "by value), or cut the model between its modules with penstock.cut_between_modules(): "
+        "docs/cutting.md shows how, also for a model that is not a chain of modules."
     )
 
 

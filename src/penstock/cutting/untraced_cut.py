@@ -6,20 +6,20 @@ from typing import Any
 from torch import nn
 
 from penstock.cutting.chain import Chain
-from penstock.cutting.cut_model import Pipe
+from penstock.cutting.cut_model import CutModel
 from penstock.cutting.cut_policies import Balanced
 from penstock.cutting.layer_costs import count_chain
 from penstock.errors import PartitionError
 
 
-def split(
+def cut_between_modules(
     model: nn.Module,
     stages: int | Sequence[str] | Balanced,
     *,
     layers: Sequence[str | Callable[..., Any]] | None = None,
     mb_args: tuple[Any, ...] | None = None,
     mb_kwargs: dict[str, Any] | None = None,
-) -> Pipe:
+) -> CutModel:
     """Cut a model between its modules, without tracing it.
 
     A Sequential is cut as it is. For a model with a forward of its own, `layers` says what that
@@ -38,7 +38,8 @@ def split(
         ...         self.embed = torch.nn.Embedding(7, 4)
         ...         self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
         ...         self.head = torch.nn.Linear(4, 7)
-        >>> pipe = penstock.split(Model(), ["blocks.2"], layers=["embed", "blocks", "head"])
+        >>> layers = ["embed", "blocks", "head"]
+        >>> pipe = penstock.cut_between_modules(Model(), ["blocks.2"], layers=layers)
         >>> [list(dict(pipe.get_stage_module(i).named_children())) for i in (0, 1)]
         [['embed', 'blocks'], ['blocks', 'head']]
     """

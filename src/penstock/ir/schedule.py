@@ -82,12 +82,12 @@ class Schedule:
         self,
         *,
         costs: Footprint | None = None,
-        memory_cap: float | Iterable[float] | None = None,
+        memory: float | Iterable[float] | None = None,
     ) -> None:
         """Raises a ScheduleError if this cannot be run; see `penstock.passes.verify`."""
         from penstock.passes.verification import verify
 
-        verify(self, costs=costs, memory_cap=memory_cap)
+        verify(self, costs=costs, memory=memory)
 
     @property
     def has_backward(self) -> bool:

@@ -29,7 +29,7 @@ def verify(
     schedule: Schedule,
     *,
     costs: Footprint | None = None,
-    memory_cap: float | Iterable[float] | None = None,
+    memory: float | Iterable[float] | None = None,
 ) -> None:
     """Raises a ScheduleError at the first rule that `schedule` breaks; time linear in its actions.
 
@@ -39,7 +39,7 @@ def verify(
     3. Sends and receives, if there are any, are there for each message between ranks, on the right
        side of the action they serve, and in one order at both ends of a channel.
     4. No ranks wait for each other in a circle.
-    5. No rank holds more than `memory_cap` (one for all, or one for each) by the memory of `costs`;
+    5. No rank holds more than `memory` (one for all, or one for each) by the memory of `costs`;
        without `costs` the unit is a microbatch on all stages of a rank.
     """
     check_orders(schedule)
@@ -47,8 +47,8 @@ def verify(
         pass
     if costs is not None:
         check_stages(schedule, costs)
-    if memory_cap is not None:
-        _check_memory(schedule, costs, memory_cap)
+    if memory is not None:
+        _check_memory(schedule, costs, memory)
 
 
 def check_orders(schedule: Schedule) -> None:
@@ -171,11 +171,11 @@ def _check_complete(schedule: Schedule, seen: _Seen) -> None:
 
 
 def _check_memory(
-    schedule: Schedule, costs: Footprint | None, memory_cap: float | Iterable[float]
+    schedule: Schedule, costs: Footprint | None, memory: float | Iterable[float]
 ) -> None:
     if costs is None:
         costs = whole_shares(schedule)
-    caps = cap_of_each_rank("memory_cap", memory_cap, schedule.num_ranks)
+    caps = cap_of_each_rank("memory", memory, schedule.num_ranks)
     for rank, cap in enumerate(caps):
         for position, held in enumerate(held_along(schedule, rank, costs)):
             if held.during > cap * ROUNDING:
@@ -183,7 +183,7 @@ def _check_memory(
                     schedule.orders,
                     rank,
                     position,
-                    f"the rank holds {held.during:g}, but its memory_cap is {cap:g}",
-                    "Let fewer forwards run ahead, raise memory_cap, "
+                    f"the rank holds {held.during:g}, but its memory is {cap:g}",
+                    "Let fewer forwards run ahead, raise memory, "
                     "or use a schedule that holds less, such as V-Half or V-Min.",
                 )

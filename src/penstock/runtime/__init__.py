@@ -1,7 +1,9 @@
 """Runs schedules: one executor for all of them."""
 
+from penstock.runtime.auto.auto_value import Auto
+from penstock.runtime.measuring.stage_costs import measure_costs
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.recording.recorded_block import Run, record
 from penstock.runtime.step_settings import ActionContext, Batch
 
-__all__ = ["ActionContext", "Batch", "Pipeline", "Run", "record"]
+__all__ = ["ActionContext", "Auto", "Batch", "Pipeline", "Run", "measure_costs", "record"]

@@ -1,7 +1,7 @@
 """The pipeline: stages, a schedule, and the steps that they run."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,8 @@ from penstock.microbatches.loss_weights import (
     sum_over_replicas,
 )
 from penstock.microbatches.splitting import split_target
-from penstock.runtime.auto.auto_pilot import DEFAULT_SEARCH_S, Auto, AutoOptions
+from penstock.runtime.auto.auto_pilot import AutoPilot
+from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
 from penstock.runtime.connection import Connection
 from penstock.runtime.losses import Losses
@@ -62,7 +63,7 @@ class Pipeline(Sealed):
     """Runs steps of any schedule over the stages that this rank holds.
 
     `schedule` is a Schedule, or the name of one (see `penstock.schedules.names()`), which needs
-    `n_microbatches` too. Without a `loss_fn` there is no backward.
+    `num_microbatches` too. Without a `loss_fn` there is no backward.
 
     `on_grads_ready(stage)` is called once per step and stage, as soon as the stage's gradients are
     complete; where parameters are tied to those of other stages, that is at the end of the step.
@@ -76,11 +77,8 @@ class Pipeline(Sealed):
 
     `loss_fn`, `scale_grads` and `loss_weight` can be set between steps.
 
-    With the schedule "auto" the first steps are measured, and the best schedule that is found for
-    the stages as they are placed runs the others. Each rank may hold `memory` bytes for its
-    microbatches: a number, or one for each rank. Times are measured in `measure_steps` steps with
-    split and as many with full backwards, and the search takes `search_seconds` at most. With
-    `replan_when=0.2`, all of this is done again when times have changed by more than 20 %.
+    With the schedule "auto", or an `Auto(...)` with options, the first steps are measured, and the
+    best schedule that is found for the stages as they are placed runs the others.
 
     With `record`, the times of the last steps are kept, and `recording()` gives them.
 
@@ -92,9 +90,9 @@ class Pipeline(Sealed):
     def __init__(
         self,
         stages: PipelineStage | Sequence[PipelineStage],
-        schedule: Schedule | str | AbstractPilot,
+        schedule: Schedule | str | Auto | AbstractPilot,
         *,
-        n_microbatches: int | None = None,
+        num_microbatches: int | None = None,
         loss_fn: LossFn | None = None,
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
@@ -105,10 +103,6 @@ class Pipeline(Sealed):
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         record: bool = False,
-        memory: float | Iterable[float] | None = None,
-        replan_when: float | None = None,
-        measure_steps: int = 1,
-        search_seconds: float = DEFAULT_SEARCH_S,
     ) -> None:
         theirs = frozenset(self.__dict__)
         held = list(stages) if isinstance(stages, Sequence) else [stages]
@@ -132,26 +126,21 @@ class Pipeline(Sealed):
         self._has_backward = loss_fn is not None
         self._schedule: Schedule | None = None
         self._programs: Programs | None = None
-        options = AutoOptions.of(memory, replan_when, measure_steps, search_seconds)
         if isinstance(schedule, str) and schedule.lower() == "auto":
+            schedule = Auto()
+        if isinstance(schedule, Auto):
             if loss_fn is None:
                 raise StageError(
                     'schedule is "auto", which needs a loss_fn: without a backward there is '
                     "nothing to plan. Give one, or the name of a schedule."
                 )
             check_replicas(held)
-            schedule = Auto(options, self._timeout_s)
-        elif options != AutoOptions.of(None, None, 1, DEFAULT_SEARCH_S):
-            raise StageError(
-                f"memory is {memory!r}, replan_when {replan_when!r}, measure_steps "
-                f"{measure_steps!r} and search_seconds {search_seconds!r}, but they are for the "
-                'schedule "auto" only. Leave them out, or let schedule be "auto".'
-            )
+            schedule = AutoPilot(schedule, self._timeout_s)
         if isinstance(schedule, AbstractPilot):
             self._pilot = schedule
-            self.num_microbatches = check_count(n_microbatches)
+            self.num_microbatches = check_count(num_microbatches)
         else:
-            fixed = as_schedule(schedule, held, n_microbatches)
+            fixed = as_schedule(schedule, held, num_microbatches)
             check_fit(fixed, held)
             self.num_microbatches = fixed.num_microbatches
             self._has_backward = self._has_backward and fixed.has_backward
@@ -229,7 +218,7 @@ class Pipeline(Sealed):
         """Return the programs for the stages as they are now; raises if they would be wrong."""
         for stage in self._stages.values():
             stage.refresh()
-        if isinstance(self._pilot, Auto):
+        if isinstance(self._pilot, AutoPilot):
             check_replicas(list(self._stages.values()))
         compiled = frozenset(i for i, stage in self._stages.items() if stage.is_compiled)
         known = self._programs
@@ -481,7 +470,7 @@ class Pipeline(Sealed):
         """Make sure that all ranks have the same pipeline in mind, and open the channels."""
         own = {
             "num_stages": self._first.num_stages,
-            "n_microbatches": self.num_microbatches,
+            "num_microbatches": self.num_microbatches,
             "schedule": self._describe_schedule(),
             "loss_fn": "none" if self._settings.loss_fn is None else "given",
             "the cut": self._first.cut or "none",

@@ -14,42 +14,42 @@ _LONGEST_TIMEOUT_S = 365 * 24 * 3600
 
 
 def as_schedule(
-    schedule: Schedule | str, stages: list[PipelineStage], n_microbatches: int | None
+    schedule: Schedule | str, stages: list[PipelineStage], num_microbatches: int | None
 ) -> Schedule:
     """The schedule itself, or the one of that name for these stages."""
     if isinstance(schedule, str):
-        if n_microbatches is None:
+        if num_microbatches is None:
             raise StageError(
                 f"schedule is the name {schedule!r}, which does not say how many microbatches. "
-                "Give n_microbatches too, or a Schedule."
+                "Give num_microbatches too, or a Schedule."
             )
         generator = schedules.get(schedule)
         return generator(
             num_ranks=stages[0].group_size,
-            num_microbatches=n_microbatches,
+            num_microbatches=num_microbatches,
             stages_per_rank=len(stages),
         )
     if not isinstance(schedule, Schedule):
         raise StageError(
             f"schedule is {schedule!r}. Expected a penstock.Schedule, or the name of one with "
-            "n_microbatches."
+            "num_microbatches."
         )
-    if n_microbatches not in (None, schedule.num_microbatches):
+    if num_microbatches not in (None, schedule.num_microbatches):
         raise StageError(
-            f"n_microbatches is {n_microbatches}, but the schedule has "
+            f"num_microbatches is {num_microbatches}, but the schedule has "
             f"{schedule.num_microbatches}. Leave it out, or make the schedule for as many."
         )
     schedule.verify()
     return schedule
 
 
-def check_count(n_microbatches: int | None) -> int:
+def check_count(num_microbatches: int | None) -> int:
     """Raises unless this is a number of microbatches."""
-    if not isinstance(n_microbatches, int) or n_microbatches < 1:
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise StageError(
-            f"n_microbatches is {n_microbatches!r}. Expected a whole number, at least 1."
+            f"num_microbatches is {num_microbatches!r}. Expected a whole number, at least 1."
         )
-    return n_microbatches
+    return num_microbatches
 
 
 def check_microbatches(name: str, values: Any, kind: type, num_microbatches: int) -> list[Any]:

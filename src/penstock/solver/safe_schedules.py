@@ -42,7 +42,7 @@ def can_run(
 ) -> bool:
     """Whether a schedule verifies, within the memory of each rank if that is given."""
     try:
-        schedule.verify(costs=costs, memory_cap=memory)
+        schedule.verify(costs=costs, memory=memory)
     except ScheduleError:
         return False
     return True

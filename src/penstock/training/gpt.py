@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from penstock.cutting.cut_model import Pipe
+from penstock.cutting.cut_model import CutModel
 from penstock.cutting.cut_policies import Balanced
-from penstock.cutting.untraced_cut import split
+from penstock.cutting.untraced_cut import cut_between_modules
 from penstock.ir import Placement, Rank
 from penstock.stage import Group, PipelineStage
 from penstock.training.batches import generator_for
@@ -92,17 +92,17 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def cut(config: GptConfig, placement: Placement, *, microbatch: int) -> Pipe:
+def cut(config: GptConfig, placement: Placement, *, microbatch: int) -> CutModel:
     """The model's stages, without values, balanced by what their shapes cost."""
     with torch.device("meta"):
         model = Gpt(config)
         example = torch.zeros(microbatch, config.context, dtype=torch.long)
     policy = Balanced(placement.num_stages, placement=placement)
-    return split(model, policy, layers=LAYERS, mb_args=(example,))
+    return cut_between_modules(model, policy, layers=LAYERS, mb_args=(example,))
 
 
 def build_stages(
-    pipe: Pipe,
+    pipe: CutModel,
     config: GptConfig,
     placement: Placement,
     *,

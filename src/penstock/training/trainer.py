@@ -141,7 +141,7 @@ class Run:
         self.pipeline = Pipeline(
             self.stages,
             AUTO if orders.schedule is None else orders.schedule,
-            n_microbatches=config.num_microbatches,
+            num_microbatches=config.num_microbatches,
             loss_fn=loss_of,
             record=bool(config.record),
         )

@@ -5,25 +5,23 @@
              split     split      whole
     for      memory    times      times     training; a few are timed to see what was gained
 
-Behind step 3 all ranks send rank 0 what they measured, it searches, and all go on with what it
+After step 3 all ranks send rank 0 what they measured, it searches, and all go on with what it
 found. Every step trains: only the order of its actions differs.
 """
 
 import logging
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from penstock.comm import AbstractComm
 from penstock.comm.decisions import decide
-from penstock.errors import ScheduleError, StageError
+from penstock.errors import ScheduleError
 from penstock.ir import Message, Placement, Schedule, StageId
-from penstock.passes.held_memory import cap_of_each_rank
+from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.auto.next_schedule import NextSchedule, choose_next
 from penstock.runtime.auto.pilot import AbstractPilot
 from penstock.runtime.measuring.measuring_steps import Measuring, Share, join, receipt_s
@@ -34,59 +32,10 @@ from penstock.sim.simulator import duration
 from penstock.solver.safe_schedules import safe_schedule
 
 LOGGER = logging.getLogger("penstock")
-DEFAULT_SEARCH_S = 10.0
 # How many steps of a new schedule are timed; the first is left out, as it may have to set up.
 _NUM_TIMED = 6
 # Every how many steps it is looked whether times have drifted.
 _LOOK_EVERY = 16
-
-
-@dataclass(frozen=True, slots=True)
-class AutoOptions:
-    """How a schedule is found: see `Pipeline`."""
-
-    memory: float | tuple[float, ...] | None
-    replan_when: float | None
-    measure_steps: int
-    search_seconds: float
-
-    def __post_init__(self) -> None:
-        caps = self.memory if isinstance(self.memory, tuple) else (self.memory,)
-        if self.memory is not None and not all(map(_is_positive, caps)):
-            raise StageError(
-                f"memory is {self.memory!r}. Expected bytes that a rank may hold for its "
-                "microbatches: a positive number, or one for each rank."
-            )
-        if self.replan_when is not None and not _is_positive(self.replan_when):
-            raise StageError(
-                f"replan_when is {self.replan_when!r}. Expected a share such as 0.2, to plan again "
-                "when times have changed by more than 20 %, or None."
-            )
-        if not isinstance(self.measure_steps, Integral) or int(self.measure_steps) < 1:
-            raise StageError(
-                f"measure_steps is {self.measure_steps!r}. Expected a whole number, at least 1."
-            )
-        if not _is_positive(self.search_seconds):
-            raise StageError(
-                f"search_seconds is {self.search_seconds!r}. Expected a positive number."
-            )
-
-    @classmethod
-    def of(
-        cls,
-        memory: float | Iterable[float] | None,
-        replan_when: float | None,
-        measure_steps: int,
-        search_seconds: float,
-    ) -> "AutoOptions":
-        return cls(_plain(memory), replan_when, measure_steps, search_seconds)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
-
-    def caps(self, num_ranks: int) -> tuple[float, ...] | None:
-        """The memory of each rank."""
-        return None if self.memory is None else cap_of_each_rank("memory", self.memory, num_ranks)
 
 
 @dataclass(slots=True)
@@ -116,14 +65,14 @@ class _Following:
         return max(abs(found[stage] / planned[stage] - 1) for stage in found)
 
 
-class Auto(AbstractPilot):
+class AutoPilot(AbstractPilot):
     """Measures the first steps, plans, and looks after the plan."""
 
-    def __init__(self, options: AutoOptions, timeout_s: float) -> None:
+    def __init__(self, options: Auto, timeout_s: float) -> None:
         self._options = options
         self._look_every = _LOOK_EVERY
         # The others wait for rank 0 while it searches.
-        self._search_s = min(options.search_seconds, timeout_s / 2)
+        self._search_s = min(options.seconds, timeout_s / 2)
 
     @property
     def options(self) -> str:
@@ -218,17 +167,3 @@ class Auto(AbstractPilot):
         if self._comm.rank == 0:
             LOGGER.info("times have changed by %.0f %%: measuring again", drift * 100)
         return True
-
-
-def _plain(memory: Any) -> Any:
-    """Floats for numbers of any kind, so that ranks that mean the same agree."""
-    if isinstance(memory, Iterable) and not isinstance(memory, str | bytes | Mapping | Set):
-        try:
-            return tuple(map(_plain, memory))
-        except TypeError:  # An array of no dimensions.
-            return float(memory)  # type: ignore[arg-type]
-    return float(memory) if isinstance(memory, Real) else memory
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0

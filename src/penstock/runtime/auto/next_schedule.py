@@ -67,7 +67,7 @@ def choose_next(
         placements=[placement],
         seconds=seconds,
     )
-    found.schedule.verify(costs=costs, memory_cap=memory)
+    found.schedule.verify(costs=costs, memory=memory)
     before, after = Outlook.of(safe, costs), Outlook.of(found.schedule, costs)
     keeps = before.step_s <= after.step_s and can_run(safe, costs, memory)
     if keeps:

@@ -12,12 +12,11 @@ from penstock.comm.decisions import decide
 from penstock.costs import CostTable
 from penstock.errors import CostError
 from penstock.ir import Message, Placement, Schedule
-from penstock.runtime import Pipeline
 from penstock.runtime.auto.pilot import AbstractPilot
 from penstock.runtime.measuring.measuring_steps import Measuring, join
 from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.messages.forms import Form
-from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
+from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S, Pipeline
 from penstock.runtime.step_settings import LossFn
 from penstock.solver.safe_schedules import safe_schedule
 from penstock.stage import PipelineStage
@@ -28,7 +27,7 @@ from penstock.torch_private import pytree
 
 def measure_costs(
     stages: PipelineStage | Sequence[PipelineStage],
-    n_microbatches: int,
+    num_microbatches: int,
     loss_fn: LossFn,
     *args: Any,
     target: Any = None,
@@ -59,7 +58,7 @@ def measure_costs(
     pipeline = Pipeline(
         stages,
         pilot,
-        n_microbatches=n_microbatches,
+        num_microbatches=num_microbatches,
         loss_fn=loss_fn,
         args_chunk_spec=args_chunk_spec,
         kwargs_chunk_spec=kwargs_chunk_spec,
