@@ -54,7 +54,8 @@ def run_rank(group: penstock.LocalGroup) -> None:
         costs.save(Path(folder, "costs.json"))  # For `penstock.simulate` and `penstock.search`.
         assert costs == penstock.CostTable.load(Path(folder, "costs.json"))
 
-    pipeline = penstock.ScheduleAuto(stage, NUM_MICROBATCHES, loss_fn, memory=10_000)
+    auto = penstock.Auto(memory=10_000)
+    pipeline = penstock.Pipeline(stage, auto, num_microbatches=NUM_MICROBATCHES, loss_fn=loss_fn)
     followed, grads = [], []
     for _ in range(NUM_STEPS):
         module.zero_grad()
@@ -62,7 +63,7 @@ def run_rank(group: penstock.LocalGroup) -> None:
         followed.append(pipeline.schedule)  # What the next step will run.
         grads.append(module.weight.grad)
     if rank == 0:
-        # Behind step 2 full backwards are to be measured, with the schedule of the first steps.
+        # After step 2 full backwards are to be measured, with the schedule of the first steps.
         changed = next(step for step in range(3, NUM_STEPS) if followed[step - 1] != followed[1])
         print(f"after step {changed} the pipeline went on with another schedule")
         assert all(schedule == followed[-1] for schedule in followed[changed - 1 :])
