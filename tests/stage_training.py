@@ -210,14 +210,13 @@ def _schedule_name(name: str) -> str:
 
 def _make_pipeline(run: Run, model: Model, stages: list[PipelineStage]) -> Pipeline:
     options: dict[str, Any] = {
-        "n_microbatches": run.shape.m,
         "loss_fn": model.loss_fn(run.reduction),
         "scale_grads": run.is_even,
         "timeout": HANG_S,
     }
     if run.schedule not in CLASS_NAMES:
-        return Pipeline(stages, run.schedule, **options)
+        return Pipeline(stages, run.schedule, num_microbatches=run.shape.m, **options)
     cls = getattr(compat, run.schedule)
     is_single = issubclass(cls, penstock.PipelineScheduleSingle)
-    made: Pipeline = cls(stages[0] if is_single else stages, **options)
+    made: Pipeline = cls(stages[0] if is_single else stages, run.shape.m, **options)
     return made

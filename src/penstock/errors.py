@@ -12,7 +12,7 @@ Each is also the built-in exception that fits, so `except RuntimeError` keeps wo
     ├── DrawError        (ValueError)     a timeline cannot be drawn as asked
     ├── MicrobatchError  (ValueError)     a value cannot be cut into microbatches, or joined
     ├── OptionError      (ValueError)     an option of the command line cannot be used
-    │   └── InputError       (ValueError)     fields of the studio cannot be used
+    │   └── FieldError       (ValueError)     fields of the studio cannot be used
     ├── PartitionError   (ValueError)     a model cannot be cut into stages as asked
     ├── PipeliningShapeError (RuntimeError) a tensor between stages is not what was expected
     ├── RecordError      (ValueError)     nothing was recorded, or a recording cannot be read
@@ -65,7 +65,7 @@ class OptionError(PipelineError, ValueError):
     """An option of a command, or of the trainer behind it, cannot be used, or a file it names."""
 
 
-class InputError(OptionError):
+class FieldError(OptionError):
     """Fields of the studio hold what cannot be used: `problems` has a message for each."""
 
     def __init__(self, problems: Mapping[str, str]) -> None:

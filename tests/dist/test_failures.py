@@ -273,7 +273,7 @@ TOGETHER: list[tuple[str, Scenario]] = [
 # They take long, or do not depend on the number of ranks.
 WITH_FOUR_RANKS: list[tuple[str, Scenario]] = [
     ("sleep in the first step", partial(_sleep_in_a_step, which=0)),
-    ("disagree on n_microbatches", _disagree_on_microbatches),
+    ("disagree on num_microbatches", _disagree_on_microbatches),
     ("disagree on schedule", _disagree_on_schedule),
     ("disagree on num_stages", _disagree_on_stages),
     ("no gradients", _lose_gradients_on_one_rank),
@@ -403,7 +403,7 @@ def test_a_rank_that_comes_too_late_is_told(session: Session) -> None:
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("n_microbatches", ("8", "9")), ("schedule", ("Schedule(",) * 2), ("num_stages", None)],
+    [("num_microbatches", ("8", "9")), ("schedule", ("Schedule(",) * 2), ("num_stages", None)],
 )
 @with_four_ranks
 def test_ranks_that_disagree_all_say_so_with_every_value(

@@ -46,7 +46,7 @@ def test_ranks_that_disagree_on_the_number_of_microbatches_all_say_so() -> None:
         {"schedule": "1F1B", "m": 3},
         {"schedule": "1F1B", "m": 2},
     ]
-    for told in _disagreement("n_microbatches", given):
+    for told in _disagreement("num_microbatches", given):
         assert "(rank 0: 2; rank 1: 3; rank 2: 2)" in told
 
 

@@ -36,7 +36,7 @@ def test_an_unknown_schedule_is_rejected_with_a_hint() -> None:
 def test_the_name_of_a_schedule_needs_the_number_of_microbatches() -> None:
     message = (
         "schedule is the name '1F1B', which does not say how many microbatches. "
-        "Give n_microbatches too, or a Schedule."
+        "Give num_microbatches too, or a Schedule."
     )
     assert_rejected(StageError, message, lambda group: Pipeline(alone()(group), "1F1B"))
 
@@ -45,14 +45,14 @@ def test_the_name_of_a_schedule_needs_the_number_of_microbatches() -> None:
 def test_what_is_no_schedule_is_rejected(schedule: Any) -> None:
     message = (
         f"schedule is {schedule!r}. Expected a penstock.Schedule, or the name of one with "
-        "n_microbatches."
+        "num_microbatches."
     )
     assert_rejected(StageError, message, lambda group: Pipeline(alone()(group), schedule))
 
 
 def test_a_schedule_for_another_number_of_microbatches_is_rejected() -> None:
     message = (
-        "n_microbatches is 3, but the schedule has 2. "
+        "num_microbatches is 3, but the schedule has 2. "
         "Leave it out, or make the schedule for as many."
     )
     schedule = make_schedule("1F1B", 1, 2)

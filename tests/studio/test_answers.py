@@ -7,7 +7,7 @@ import pytest
 
 from penstock import CostTable, Schedule, schedules, simulate
 from penstock.draw.panel import Panel
-from penstock.errors import InputError
+from penstock.errors import FieldError
 from penstock.schedules import names
 from penstock.studio import answers
 from penstock.studio.typed_inputs import Inputs, read_inputs
@@ -69,14 +69,14 @@ def test_memory_may_be_different_for_each_rank() -> None:
 
 
 def test_memory_in_which_nothing_fits_is_a_problem_of_its_field() -> None:
-    with pytest.raises(InputError, match=r"Nothing fits: rank 0 may hold 0\.5") as caught:
+    with pytest.raises(FieldError, match=r"Nothing fits: rank 0 may hold 0\.5") as caught:
         answers.check_memory(read_inputs({"memory": "0.5"}))
     assert ["memory"] == list(caught.value.problems)
 
 
 @pytest.mark.parametrize("field", ["schedule", "beside"])
 def test_schedule_that_cannot_be_made_is_a_problem_of_its_field(field: str) -> None:
-    with pytest.raises(InputError, match="DualPipeV needs at least 8") as caught:
+    with pytest.raises(FieldError, match="DualPipeV needs at least 8") as caught:
         picture(microbatches="3", **{field: "DualPipeV"})
     assert [field] == list(caught.value.problems)
 

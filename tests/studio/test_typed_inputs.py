@@ -3,14 +3,14 @@
 import pytest
 
 from penstock.costs.given_costs import ShareCosts
-from penstock.errors import InputError
+from penstock.errors import FieldError
 from penstock.ir import Placement
 from penstock.schedules import names
 from penstock.studio.typed_inputs import DEFAULTS, fields_of, read_inputs
 
 
 def problems_of(**fields: str) -> dict[str, str]:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(FieldError) as caught:
         read_inputs(fields)
     assert str(caught.value) == " ".join(caught.value.problems.values())
     return caught.value.problems

@@ -1,7 +1,7 @@
 """The split backward: a stage's backward as an input half and a weight half."""
 
 import penstock.torch_private  # noqa: F401 (checks torch)
-from penstock.backward.engine import ForwardPass, PendingWeights, SplitEngine
+from penstock.backward.engine import PendingBackward, PendingWeights, SplitEngine
 from penstock.backward.functions import (
     stage_backward,
     stage_backward_input,
@@ -10,8 +10,8 @@ from penstock.backward.functions import (
 from penstock.backward.groups import ParamGroup
 
 __all__ = [
-    "ForwardPass",
     "ParamGroup",
+    "PendingBackward",
     "PendingWeights",
     "SplitEngine",
     "stage_backward",

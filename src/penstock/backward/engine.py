@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from penstock.backward.groups import ParamGroup
 from penstock.backward.harvesting import gradient_edge
-from penstock.backward.input_half import Plan, plan_for, run_input_half
+from penstock.backward.input_half import HalfPlan, plan_for, run_input_half
 from penstock.backward.leaf_modules import Sink, Tap, find_leaf_modules
 from penstock.backward.settling import carry_on, settle
-from penstock.backward.sources import Work
+from penstock.backward.sources import WeightWork
 from penstock.backward.structure import (
     differentiable,
     pair_with_grads,
@@ -78,7 +78,7 @@ class SplitEngine(Sealed):
         self._must_walk = True
         self._seal()
 
-    def forward(self, *args: Any, **kwargs: Any) -> "ForwardPass":
+    def forward(self, *args: Any, **kwargs: Any) -> "PendingBackward":
         """Run the module. The returned pass holds the outputs and runs their backward."""
         taps: list[Tap] = []
         token = object()
@@ -94,7 +94,7 @@ class SplitEngine(Sealed):
         for output in tensors_in(outputs):
             if output.grad_fn is not None and output.grad_fn not in outside:
                 output.grad_fn.register_prehook(self._sink.refusal_unless(token))
-        return ForwardPass(self, outputs, inputs, taps, token)
+        return PendingBackward(self, outputs, inputs, taps, token)
 
     def __reduce__(self) -> tuple[type["SplitEngine"], tuple[nn.Module]]:
         """Make a copy anew from its module: leaf modules hold on to the one they were made for."""
@@ -120,7 +120,7 @@ class SplitEngine(Sealed):
         """The inputs' gradients and what W has to do, by one engine pass."""
         params = self._trainable()
         edges = [GradientEdge(tap.node, 0) for tap in taps]
-        plan = Plan((), params)
+        plan = HalfPlan((), params)
         if self._must_walk and inputs:
             # What leads to a tap runs in this pass and is released, so it cannot wait.
             plan = plan_for(roots, [*map(gradient_edge, inputs), *edges], params)
@@ -129,7 +129,7 @@ class SplitEngine(Sealed):
             input_grads, tap_grads, urgent_grads, groups = run_input_half(
                 plan, roots, root_grads, inputs, edges
             )
-        work = Work([], [])
+        work = WeightWork([], [])
         needed: list[Tensor] = []
         # Backwards, as autograd goes: a weight that several layers share is summed in that order.
         for tap, grad in zip(reversed(taps), reversed(tap_grads), strict=True):
@@ -183,7 +183,7 @@ class SplitEngine(Sealed):
 class _Remainder(NamedTuple):
     """What an input half leaves to do, if nobody writes to what it needs."""
 
-    work: Work
+    work: WeightWork
     groups: list[ParamGroup]
     unmodified: Unmodified
 
@@ -191,7 +191,7 @@ class _Remainder(NamedTuple):
         return not (self.work.terms or self.work.tails or self.groups)
 
 
-class ForwardPass:
+class PendingBackward:
     """One microbatch's forward: its outputs, and its backward, which can be run once.
 
     `outputs` is what the module returned; `inputs` lists the tensors it was given, in
@@ -248,7 +248,7 @@ class ForwardPass:
         if loss is not None and remainder.is_empty() and not any(g is not None for g in grads):
             raise BackwardError(
                 "the loss does not depend on any input or weight of this forward pass. Expected "
-                "a loss computed from its own outputs; pass it to the ForwardPass it came from."
+                "a loss computed from its own outputs; pass it to the PendingBackward it came from."
             )
         pending = PendingWeights(lambda: engine._settle(remainder, token))
         return spread_over(self.inputs, inputs, grads), pending

@@ -14,7 +14,7 @@ from penstock.backward.groups import ParamGroup
 from penstock.backward.harvesting import gradient_edge
 from penstock.backward.input_half import arrived_group, plan_for, run_input_half
 from penstock.backward.settling import carry_on, settle
-from penstock.backward.sources import Work
+from penstock.backward.sources import WeightWork
 from penstock.backward.structure import describe, differentiable, pair_with_grads, spread_over
 from penstock.backward.translate import translated
 from penstock.backward.wrappers import is_sharded_graph
@@ -109,7 +109,7 @@ def stage_backward_weight(
     """
     weights = list(weights)
     known = set(map(id, weights))
-    work = Work([], [])
+    work = WeightWork([], [])
     for group in param_groups:
         group.check(known)
     for group in param_groups:

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from penstock.backward.sources import Source, Work
+from penstock.backward.sources import Source, WeightWork
 from penstock.backward.structure import describe
 from penstock.backward.terms import Unmodified
 from penstock.errors import BackwardError
@@ -95,7 +95,7 @@ class ParamGroup(Mapping[str, Any]):
                         "gradient that arrived there. Assign gradients of that shape."
                     )
 
-    def add_work(self, work: Work) -> None:
+    def add_work(self, work: WeightWork) -> None:
         """Add what is to be done for the gradients now in the group."""
         assert self._sources is not None  # `check` saw to it
         for source, given in zip(self._sources, self._grads, strict=True):

@@ -14,7 +14,7 @@ from penstock.backward.settling import hooks_put_off
 from penstock.backward.sources import Passage, Source
 
 
-class Plan(NamedTuple):
+class HalfPlan(NamedTuple):
     """Which weights can wait until W, and which the pass must give: see `harvest`."""
 
     waiting: Sequence[Cluster]
@@ -23,7 +23,7 @@ class Plan(NamedTuple):
 
 def plan_for(
     roots: Sequence[Tensor], inputs: Sequence[GradientEdge], weights: Sequence[Tensor]
-) -> Plan:
+) -> HalfPlan:
     """The plan that puts off all that can wait, for the graph from `roots` to `inputs`."""
     waiting: list[Cluster] = []
     urgent: list[Tensor] = []
@@ -32,7 +32,7 @@ def plan_for(
             waiting.append(cluster)
         else:
             urgent += cluster.params.values()
-    return Plan(waiting, urgent)
+    return HalfPlan(waiting, urgent)
 
 
 class InputHalf(NamedTuple):
@@ -46,7 +46,7 @@ class InputHalf(NamedTuple):
 
 
 def run_input_half(
-    plan: Plan,
+    plan: HalfPlan,
     roots: Sequence[Tensor],
     root_grads: Sequence[Tensor],
     inputs: Sequence[Tensor],

@@ -38,7 +38,7 @@ from penstock.torch_private import (
     version_of,
 )
 
-Forward: TypeAlias = Callable[..., Tensor]
+ForwardFunction: TypeAlias = Callable[..., Tensor]
 
 
 class Sink:
@@ -68,8 +68,8 @@ class Sink:
 def _not_from_here() -> BackwardError:
     return BackwardError(
         "a backward reached the graph of a SplitEngine's forward, in which the weights take no "
-        "part, by another way than that forward's own ForwardPass. Call its backward_input() or "
-        "backward(), with a loss computed from its own outputs; a module that differentiates "
+        "part, by another way than that forward's own PendingBackward. Call its backward_input() "
+        "or backward(), with a loss computed from its own outputs; a module that differentiates "
         "itself in its forward needs stage_backward_input and stage_backward_weight instead."
     )
 
@@ -116,7 +116,7 @@ def _linear_product(grad: Tensor, x: Tensor, weight: Tensor) -> MatrixProduct:
     return MatrixProduct(x.t(), grad, is_transposed=True)
 
 
-class _Slot:
+class _Place:
     """Holds a module's input: from the forward on, or from when the backward brings it."""
 
     __slots__ = ("version", "x")
@@ -131,7 +131,7 @@ class Tap(NamedTuple):
 
     node: Node
     call: Call
-    slot: _Slot
+    slot: _Place
 
     def add_terms(self, grad: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
         """Add the terms for the gradient that arrived; returns the tensors that they need."""
@@ -153,7 +153,7 @@ class _Keep(torch.autograd.Function):
     """The identity. Saves its input as autograd does, and hands it over in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: _Slot) -> Tensor:
+    def forward(ctx: Any, x: Tensor, slot: _Place) -> Tensor:
         ctx.save_for_backward(x)
         ctx.slot = slot
         return x.view_as(x)
@@ -171,7 +171,7 @@ class LeafModule(NamedTuple):
 
     module: nn.Module
     params: "_Params"
-    forward: Forward
+    forward: ForwardFunction
 
 
 def find_leaf_modules(root: nn.Module, sink: Sink) -> list[LeafModule]:
@@ -239,7 +239,7 @@ class _Params:
         return weight, bias
 
 
-def _linear(module: nn.Module, params: _Params, sink: Sink) -> Forward:
+def _linear(module: nn.Module, params: _Params, sink: Sink) -> ForwardFunction:
     original = module.forward
 
     def forward(input: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ def _linear(module: nn.Module, params: _Params, sink: Sink) -> Forward:
     return forward
 
 
-def _convolution(module: Any, params: _Params, sink: Sink) -> Forward:
+def _convolution(module: Any, params: _Params, sink: Sink) -> ForwardFunction:
     original = module.forward
 
     def forward(input: Tensor) -> Tensor:
@@ -307,11 +307,11 @@ def _run_deferred(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> 
     if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
     if are_saves_hooked:
-        slot = _Slot(None)
-        keep: Forward = _Keep.apply
+        slot = _Place(None)
+        keep: ForwardFunction = _Keep.apply
         out = call.run(keep(x, slot))
     else:
-        slot = _Slot(x.detach())
+        slot = _Place(x.detach())
         out = call.run(x)
     if sink.taps is not None:  # Otherwise a recomputation, whose graph nobody runs.
         assert out.grad_fn is not None  # `_can_defer` saw to it

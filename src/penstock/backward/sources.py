@@ -34,7 +34,7 @@ Target: TypeAlias = Tensor | GradientEdge
 """Where a gradient belongs: a parameter, or a place in the graph that leads to some."""
 
 
-class Work(NamedTuple):
+class WeightWork(NamedTuple):
     """What W has to do."""
 
     terms: Terms
@@ -64,7 +64,7 @@ class Passage:
     def __init__(self, target: Target) -> None:
         self._target = target
 
-    def add_work(self, grad: Tensor, work: Work) -> None:
+    def add_work(self, grad: Tensor, work: WeightWork) -> None:
         work.add(self._target, grad)
 
 
@@ -97,7 +97,7 @@ class MatrixSource:
     def saved(self) -> Sequence[Tensor]:
         return [factor for factor in (self._left, self._right) if factor is not None]
 
-    def add_work(self, grad: Tensor, work: Work) -> None:
+    def add_work(self, grad: Tensor, work: WeightWork) -> None:
         for use in self._uses:
             work.add(use.target, self._term(use, grad))
 
@@ -135,7 +135,7 @@ class ConvolutionSource:
     def saved(self) -> Sequence[Tensor]:
         return (self._x,)
 
-    def add_work(self, grad: Tensor, work: Work) -> None:
+    def add_work(self, grad: Tensor, work: WeightWork) -> None:
         asked = [use.edge for use in self._uses]
         grads = ConvolutionGrads(
             grad, self._x, self._weight, self._geometry, (1 in asked, 2 in asked)
@@ -154,7 +154,7 @@ class AdditionSource:
         self._uses = uses
         self._alpha = alpha
 
-    def add_work(self, grad: Tensor, work: Work) -> None:
+    def add_work(self, grad: Tensor, work: WeightWork) -> None:
         for use in self._uses:
             scale = self._alpha if use.edge == 1 else 1
             work.add(use.target, SumTo(grad, _shape(use.target), scale))

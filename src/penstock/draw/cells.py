@@ -25,7 +25,7 @@ Look: TypeAlias = tuple[tuple[Kind, int], ...]
 """The kind and the place of each bar, as `colour` takes them: two in an overlap, none if idle."""
 
 
-class Slot(NamedTuple):
+class Column(NamedTuple):
     """What a rank does for a while: one bar, the two of an overlap, or none if it is idle."""
 
     bars: tuple[Bar, ...]
@@ -34,10 +34,10 @@ class Slot(NamedTuple):
     end: float
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """The characters that show a slot."""
 
-    slot: Slot
+    slot: Column
     width: int
     exact_width: float
     """If characters could be cut."""
@@ -55,7 +55,7 @@ class Scale:
         return int(time / self.slice + _ROUNDING)
 
 
-def fit_scale(lanes: Sequence[Sequence[Slot]], width: int) -> Scale:
+def fit_scale(lanes: Sequence[Sequence[Column]], width: int) -> Scale:
     """Up to `width` characters for the longest of the lanes.
 
     Where all times are multiples of one, it gets a whole number of characters if they fill most of
@@ -73,29 +73,29 @@ def fit_scale(lanes: Sequence[Sequence[Slot]], width: int) -> Scale:
     return Scale(end / width, width)
 
 
-def slots(report: Report, rank: Rank) -> list[Slot]:
+def slots(report: Report, rank: Rank) -> list[Column]:
     """The lane of `rank` from 0 to the makespan, idle time included."""
     stages = report.timeline.schedule.placement.stages_of(rank)
     places = {stage: place for place, stage in enumerate(stages)}
-    lane: list[Slot] = []
+    lane: list[Column] = []
     time = 0.0
     # What takes no time cannot be seen. Only the halves of an overlap share their times.
     seen = (bar for bar in bars(report, rank) if bar.end > bar.start)
     for (start, end), together in groupby(seen, key=lambda bar: (bar.start, bar.end)):
         if start > time:
-            lane.append(Slot((), (), time, start))
+            lane.append(Column((), (), time, start))
         pair = tuple(together)
         look = tuple((bar.kind, places[bar.action.stage]) for bar in pair)
-        lane.append(Slot(pair, look, start, end))
+        lane.append(Column(pair, look, start, end))
         time = end
     if report.makespan > time:
-        lane.append(Slot((), (), time, report.makespan))
+        lane.append(Column((), (), time, report.makespan))
     return lane
 
 
-def runs(lane: Sequence[Slot], scale: Scale) -> list[Run]:
+def runs(lane: Sequence[Column], scale: Scale) -> list[Stretch]:
     """The lane in characters."""
-    chosen: list[Slot] = []
+    chosen: list[Column] = []
     credit: defaultdict[Look, float] = defaultdict(float)
     for parts in _slices(lane, scale):
         for slot, time in parts:
@@ -105,7 +105,7 @@ def runs(lane: Sequence[Slot], scale: Scale) -> list[Run]:
         credit[look] -= 1
         chosen.append(max((part for part in parts if part[0].look == look), key=_time)[0])
     return [
-        Run(slot, len(list(same)), (slot.end - slot.start) / scale.slice)
+        Stretch(slot, len(list(same)), (slot.end - slot.start) / scale.slice)
         for slot, same in groupby(chosen)
     ]
 
@@ -129,10 +129,10 @@ def _level(amount: float, most: float) -> int:
     return max(1, min(top, int(top * amount / most + _ROUNDING)))
 
 
-def _slices(lane: Sequence[Slot], scale: Scale) -> list[list[tuple[Slot, float]]]:
+def _slices(lane: Sequence[Column], scale: Scale) -> list[list[tuple[Column, float]]]:
     """The slots in the slice of each character, and how much time they have in it."""
     end = lane[-1].end if lane else 0.0
-    cut: list[list[tuple[Slot, float]]] = [[] for _ in range(_num_cells(end, scale))]
+    cut: list[list[tuple[Column, float]]] = [[] for _ in range(_num_cells(end, scale))]
     for slot in lane:
         for cell in range(scale.cell(slot.start), len(cut)):
             until = (cell + 1) * scale.slice
@@ -148,7 +148,7 @@ def _num_cells(end: float, scale: Scale) -> int:
     return max(1, round(end / scale.slice))
 
 
-def _time(part: tuple[Slot, float]) -> float:
+def _time(part: tuple[Column, float]) -> float:
     return part[1]
 
 

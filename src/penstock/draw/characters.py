@@ -6,7 +6,7 @@ from functools import cache
 from rich.style import Style
 from rich.text import Text
 
-from penstock.draw.cells import Run
+from penstock.draw.cells import Stretch
 from penstock.draw.colours import TEXT, colour
 from penstock.draw.panel import Kind
 
@@ -17,7 +17,7 @@ FAINT = Style(dim=True)
 _NUMBERED = 0.75  # Of bars that are narrower, in characters, most are not seen: no numbers then.
 
 
-def coloured(runs: Sequence[Run], *, num_stages: int) -> Text:
+def coloured(runs: Sequence[Stretch], *, num_stages: int) -> Text:
     """A bar is as wide as its colour goes, and begins with its microbatch."""
     line = Text()
     for run in runs:
@@ -32,7 +32,7 @@ def coloured(runs: Sequence[Run], *, num_stages: int) -> Text:
     return line
 
 
-def thin(runs: Sequence[Run], *, num_stages: int) -> Text:
+def thin(runs: Sequence[Stretch], *, num_stages: int) -> Text:
     """Bars of half the height, without numbers. The halves of an overlap take turns."""
     line = Text()
     for slot, width, _ in runs:
@@ -45,7 +45,7 @@ def thin(runs: Sequence[Run], *, num_stages: int) -> Text:
     return line
 
 
-def lettered(runs: Sequence[Run]) -> Text:
+def lettered(runs: Sequence[Stretch]) -> Text:
     """A bar is the letter of its kind, its microbatch if there is room, and a line to its end."""
     line = Text()
     for slot, width, _ in runs:
@@ -78,7 +78,7 @@ def split(upper: Style, lower: Style) -> Style:
     return Style(color=upper.bgcolor, bgcolor=lower.bgcolor)
 
 
-def _number(run: Run) -> str:
+def _number(run: Stretch) -> str:
     """A microbatch that cannot run into the next one, or a mark where the bar begins."""
     digits = str(run.slot.bars[0].action.mb)
     if run.exact_width < _NUMBERED:

@@ -8,7 +8,7 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.costs.units import MemoryUnit, TimeUnit
-from penstock.draw.cells import FULL, Scale, Slot, fit_scale, memory_levels, runs, slots
+from penstock.draw.cells import FULL, Column, Scale, fit_scale, memory_levels, runs, slots
 from penstock.draw.characters import BOTH, FAINT, IDLE, coloured, lettered, paint, split, thin
 from penstock.draw.panel import Kind, Panel
 from penstock.draw.time_axis import axis
@@ -53,11 +53,11 @@ class _Drawn:
     """A panel and the lanes of its ranks."""
 
     panel: Panel
-    lanes: list[list[Slot]]
-    beneath: list[list[Slot]]
+    lanes: list[list[Column]]
+    beneath: list[list[Column]]
 
     @property
-    def all_lanes(self) -> list[list[Slot]]:
+    def all_lanes(self) -> list[list[Column]]:
         return self.lanes + self.beneath
 
 
@@ -94,7 +94,7 @@ def _lines(panels: Sequence[Panel], *, width: int, colour: bool, memory: bool) -
     return lines
 
 
-def _lanes(report: Report) -> list[list[Slot]]:
+def _lanes(report: Report) -> list[list[Column]]:
     return [slots(report, rank) for rank in range(len(report.ranks))]
 
 

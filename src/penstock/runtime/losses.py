@@ -1,5 +1,6 @@
 """The losses of a step's microbatches, on the rank of the last stage."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from penstock.comm.pending import values_of, waited
 from penstock.errors import StageError
 from penstock.ir import MicrobatchId
-from penstock.microbatches.loss_weights import LossWeights
+from penstock.microbatches.loss_weights import LossWeight, LossWeights, find_weights
 from penstock.runtime.step_settings import Batch, LossFn
 from penstock.stage.passage import needs_grad
 from penstock.torch_private import pytree
@@ -89,3 +90,24 @@ class Losses:
                 "which holds the last stage. Give step() the target there, or step_microbatches() "
                 "the weights; or let loss_fn return sums, with scale_grads=False."
             )
+
+
+def weigh_losses(
+    batch: Batch,
+    num_microbatches: int,
+    *,
+    weights: Any,
+    rule: LossWeight | None,
+    are_cut: bool,
+    sum_over: Callable[[float], tuple[float, int]] | None,
+) -> LossWeights:
+    """Find out how much each microbatch counts; `sum_over` sums a total over replicas."""
+    found = find_weights(
+        {"target": batch.targets, "kwargs": batch.kwargs, "args": batch.args},
+        weights=weights,
+        rule=rule,
+        are_cut=are_cut,
+    )
+    own = [1.0] * num_microbatches if found is None else found
+    total, num_replicas = (sum(own), 1) if sum_over is None else sum_over(sum(own))
+    return LossWeights.of(own, total, num_replicas, are_known=found is not None)

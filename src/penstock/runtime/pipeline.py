@@ -18,7 +18,6 @@ from penstock.microbatches import merge_chunks, split_args_kwargs_into_chunks
 from penstock.microbatches.loss_weights import (
     LossWeight,
     LossWeights,
-    find_weights,
     sum_over_replicas,
 )
 from penstock.microbatches.splitting import split_target
@@ -26,11 +25,11 @@ from penstock.runtime.auto.auto_pilot import AutoPilot
 from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
 from penstock.runtime.connection import Connection
-from penstock.runtime.losses import Losses
+from penstock.runtime.losses import Losses, weigh_losses
 from penstock.runtime.measuring.meter import Meter
 from penstock.runtime.measuring.observer import UNWATCHED, Observer
 from penstock.runtime.messages.forms import Form
-from penstock.runtime.messages.skips import RankSkips, check_skips
+from penstock.runtime.messages.skips import check_skips
 from penstock.runtime.messages.wire import Wire
 from penstock.runtime.pipeline_checks import (
     as_schedule,
@@ -46,12 +45,13 @@ from penstock.runtime.pipeline_checks import (
     check_takes_weights,
     check_timeout,
 )
+from penstock.runtime.rank_facts import RankFacts
 from penstock.runtime.rank_programs import Programs, warn_of_compiled
 from penstock.runtime.recording.recorded_block import active_run
 from penstock.runtime.recording.recorder import Recorder
 from penstock.runtime.step import Step
 from penstock.runtime.step_settings import Batch, CustomFunction, LossFn, Settings
-from penstock.runtime.tied_parameters import TiedGrads, Ties, claim, tie
+from penstock.runtime.tied_parameters import TiedGrads, Ties, tie
 from penstock.sealed import Sealed
 from penstock.stage import PipelineStage
 from penstock.timeline import Recording
@@ -386,18 +386,21 @@ class Pipeline(Sealed):
             return LossWeights.plain(self.num_microbatches)
         if not self._holds_last or self.loss_fn is None:
             return LossWeights.alike(self.num_microbatches)
-        found = find_weights(
-            {"target": batch.targets, "kwargs": batch.kwargs, "args": batch.args},
+        return weigh_losses(
+            batch,
+            self.num_microbatches,
             weights=weights,
             rule=self.loss_weight,
             are_cut=are_cut,
+            sum_over=self._sum_over_replicas if has_backward else None,
         )
-        own = [1.0] * self.num_microbatches if found is None else found
-        total, num_replicas = sum(own), 1
-        if has_backward and (replicas := self._replicas) is not None:
-            num_replicas = dist.get_world_size(replicas)
-            total = sum_over_replicas(total, replicas, self._first.device, self._timeout_s)
-        return LossWeights.of(own, total, num_replicas, are_known=found is not None)
+
+    def _sum_over_replicas(self, total: float) -> tuple[float, int]:
+        """The sum of all replicas' totals, and how many replicas there are."""
+        if (replicas := self._replicas) is None:
+            return total, 1
+        summed = sum_over_replicas(total, replicas, self._first.device, self._timeout_s)
+        return summed, dist.get_world_size(replicas)
 
     @property
     def _replicas(self) -> dist.ProcessGroup | None:
@@ -476,23 +479,20 @@ class Pipeline(Sealed):
             "the cut": self._first.cut or "none",
             "record": bool(self._recorders),
         }
-        is_dynamic = any(stage.dynamic_shapes for stage in self._stages.values())
-        is_reduced = any(stage.is_reduced for stage in self._stages.values())
-        own_skips = RankSkips.of(self._stages.values())
-        gathered = comm.gather(
-            (own, is_dynamic, claim(self._stages), own_skips, sorted(self._stages), is_reduced)
-        )
-        named, dynamic, claims, skips, held, reduced = zip(*gathered, strict=True)
-        check_agreement(list(named))
-        if self._has_backward and self.scale_grads and self._holds_last and any(reduced):
+        ranks = comm.gather(RankFacts.of(self._stages, own))
+        check_agreement([rank.named for rank in ranks])
+        is_reduced = any(rank.is_reduced for rank in ranks)
+        if self._has_backward and self.scale_grads and self._holds_last and is_reduced:
             check_replicas_are_known(self._replicas)
         if self._pilot is not None:
-            placement = gathered_placement(held, self._first.num_stages)
+            placement = gathered_placement([rank.held for rank in ranks], self._first.num_stages)
             self._use(self._pilot.start(comm, self._first.device, placement, self.num_microbatches))
-        self._skips = check_skips(skips, self.schedule)
-        self._is_dynamic = any(dynamic)
+        self._skips = check_skips([rank.skips for rank in ranks], self.schedule)
+        self._is_dynamic = any(rank.is_dynamic for rank in ranks)
         self._ties = tie(
-            comm.rank, list(claims), is_one_process=isinstance(self._first.group, LocalGroup)
+            comm.rank,
+            [rank.claims for rank in ranks],
+            is_one_process=isinstance(self._first.group, LocalGroup),
         )
         comm.open(self._refresh().channels | self._ties.channels_of(comm.rank))
 

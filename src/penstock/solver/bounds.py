@@ -24,12 +24,12 @@ def lower_bound(problem: Problem) -> float:
     [2] Heads and tails follow from what an action waits for, from what its rank must have run
         before it (or must still run after it), and from memory: see `_Heads` and `_Tails`.
     """
-    work = _Work(problem)
+    work = _Amount(problem)
     heads, tails = _Heads(work), _Tails(work)
     return max(_one_rank(work, rank, heads, tails) for rank in range(problem.num_ranks))
 
 
-class _Work:
+class _Amount:
     """The least that actions take, and what memory says of their order.
 
     A full backward may be quicker than its halves, and a pair that overlaps quicker than its two
@@ -128,7 +128,7 @@ class _Heads:
         the rank must have run in between. It is all of [4] but for the F that may have come before.
     """
 
-    def __init__(self, work: _Work) -> None:
+    def __init__(self, work: _Amount) -> None:
         stages = range(work.problem.num_stages)
         self._work = work
         self._first = [0.0] * work.problem.num_stages
@@ -203,7 +203,7 @@ class _Tails:
     [4] all that its rank must still run.
     """
 
-    def __init__(self, work: _Work) -> None:
+    def __init__(self, work: _Amount) -> None:
         stages = range(work.problem.num_stages)
         self._work = work
         self._ahead = [
@@ -260,7 +260,7 @@ class _Tails:
         return max(tails)
 
 
-def _one_rank(work: _Work, rank: int, heads: _Heads, tails: _Tails) -> float:
+def _one_rank(work: _Amount, rank: int, heads: _Heads, tails: _Tails) -> float:
     """The least time of a rank that may interrupt its actions, by their heads and tails.
 
     To run, at any time, the action with the longest tail of those whose head has passed is best

@@ -13,7 +13,7 @@ _SHARE_OF_OTHERS = 0.02  # It leads along where the latest rank stays the same.
 Place: TypeAlias = tuple[int, int]
 
 
-class Timing(NamedTuple):
+class Evaluation(NamedTuple):
     """When ranks end, less their offsets; infinite if they wait for each other in a circle."""
 
     lateness: list[float]
@@ -31,7 +31,7 @@ class Timing(NamedTuple):
         return max(self.lateness) + _SHARE_OF_OTHERS * sum(self.lateness)
 
 
-def evaluate(problem: Problem, orders: Sequence[Order]) -> Timing:
+def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
     """Runs every action as early as its rank and its input allow.
 
     Messages take `problem.delays`, and none waits for another on its channel.
@@ -95,12 +95,14 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Timing:
             free[rank] = now
             left -= len(cause) - first
         if left == before:
-            return Timing([inf] * num_ranks, causes)
+            return Evaluation([inf] * num_ranks, causes)
         sweep = sweep[::-1]  # Activations go one way, gradients the other.
-    return Timing([end - offset for end, offset in zip(free, problem.offsets, strict=True)], causes)
+    return Evaluation(
+        [end - offset for end, offset in zip(free, problem.offsets, strict=True)], causes
+    )
 
 
-def critical_blocks(timing: Timing) -> list[tuple[int, int, int]]:
+def critical_blocks(timing: Evaluation) -> list[tuple[int, int, int]]:
     """The actions that the time depends on: rank, first and last index, from the end back.
 
     Each block runs without a gap, begins when a message comes and ends with the action that sends

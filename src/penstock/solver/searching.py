@@ -95,7 +95,7 @@ class _Candidate:
     orders: list[Order]
     time: float
     cost: float
-    """See `Timing`."""
+    """See `Evaluation`."""
 
 
 class _Search:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.backward import ForwardPass, stage_backward
+from penstock.backward import PendingBackward, stage_backward
 from penstock.comm.pending import values_of
 from penstock.errors import StageError
 from penstock.torch_private import REGISTER_PYTREE_NODE, pytree
@@ -54,7 +54,7 @@ class SplitPassage:
     the outputs are in an object that torch cannot look into are the two one graph.
     """
 
-    def __init__(self, forward: ForwardPass, *, is_last: bool) -> None:
+    def __init__(self, forward: PendingBackward, *, is_last: bool) -> None:
         self.outputs = forward.outputs
         self.inputs = forward.inputs
         self._forward = forward

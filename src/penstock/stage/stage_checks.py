@@ -14,6 +14,7 @@ from penstock.ir import StageId
 from penstock.torch_private import original_module
 
 Group: TypeAlias = dist.ProcessGroup | LocalGroup | None
+"""The ranks of a pipeline: processes, threads of one process, or all processes."""
 
 
 def place_in(group: Group) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Final, NotRequired, TypedDict
 from penstock.costs.units import in_memory, in_time
 from penstock.draw import Panel, save
 from penstock.draw.web_page import PageData, page_data
-from penstock.errors import InputError, ScheduleError
+from penstock.errors import FieldError, ScheduleError
 from penstock.ir import Placement, Schedule
 from penstock.schedules import REGISTRY, get
 from penstock.sim import simulate
@@ -93,7 +93,7 @@ def check_memory(inputs: Inputs) -> None:
         for placement in placements
     ]
     if all(problem.find_shortage() is not None for problem in problems):
-        raise InputError({"memory": str(nothing_fits(problems))})
+        raise FieldError({"memory": str(nothing_fits(problems))})
 
 
 def make(inputs: Inputs, field: str, name: str, found: SearchResult | None) -> Shown:
@@ -113,7 +113,7 @@ def make(inputs: Inputs, field: str, name: str, found: SearchResult | None) -> S
                 else None,
             )
         except ScheduleError as error:
-            raise InputError({field: str(error)}) from error
+            raise FieldError({field: str(error)}) from error
     problem = question.problem(schedule.placement)
     report = simulate(schedule, problem.costs)
     return Shown(name, schedule, report, question.describe_excess(problem, report))

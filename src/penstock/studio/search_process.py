@@ -11,7 +11,7 @@ import sys
 from asyncio.subprocess import PIPE
 from threading import Thread
 
-from penstock.errors import InputError
+from penstock.errors import FieldError
 from penstock.solver import SearchResult
 from penstock.studio.answers import search
 from penstock.studio.typed_inputs import Inputs
@@ -39,7 +39,7 @@ async def search_apart(inputs: Inputs) -> SearchResult:
         if process.returncode is None:
             process.kill()
     if code != 0:
-        raise InputError(
+        raise FieldError(
             {
                 "search": f"The search ended with exit code {code}, most likely for want of "
                 "memory. Ask for fewer ranks or microbatches, or turn it off."

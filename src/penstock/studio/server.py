@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.draw.web_page import page_script, page_style
-from penstock.errors import InputError
+from penstock.errors import FieldError
 from penstock.schedules import REGISTRY
 from penstock.solver import SearchResult
 from penstock.solver.comparison import SEARCHED
@@ -87,7 +87,7 @@ def make_app() -> ASGIApp:
         try:
             inputs = read_inputs(request.query_params)
             shown = await _unless_gone(request, searches.show(inputs))
-        except InputError as error:  # It is not the page that asks.
+        except FieldError as error:  # It is not the page that asks.
             raise HTTPException(422, str(error)) from error
         async with drawing:
             content = await _in_thread(answers.file, inputs.question, shown, name)
@@ -110,7 +110,7 @@ def make_app() -> ASGIApp:
             Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
             Middleware(_OnlyOurPage),
         ],
-        exception_handlers={InputError: _say_problems, Exception: _say_failure},
+        exception_handlers={FieldError: _say_problems, Exception: _say_failure},
     )
     return _WithHeaders(app)
 
@@ -209,7 +209,7 @@ def _json(value: object) -> Response:
 
 async def _say_problems(request: Request, error: Exception) -> Response:
     """An answer like others: a browser would note any other status as an error of the page."""
-    assert isinstance(error, InputError)
+    assert isinstance(error, FieldError)
     return _problems(error.problems, 200)
 
 

@@ -8,7 +8,7 @@ from typing import Final, TypeVar, cast, get_args
 from penstock.costs.amounts import LARGEST_AMOUNT, shortened, to_amount
 from penstock.costs.given_costs import ShareCosts
 from penstock.costs.units import MemoryUnit, TimeUnit
-from penstock.errors import InputError, OptionError
+from penstock.errors import FieldError, OptionError
 from penstock.schedules import names
 from penstock.schedules.generator import Clock
 from penstock.solver.comparison import SEARCHED
@@ -88,7 +88,7 @@ def read_inputs(query: Mapping[str, str]) -> Inputs:
     if not form.problems.keys() & {"ranks", "microbatches", "stages_per_rank"}:
         form.problems.update(_check_together(question, stages_per_rank))
     if form.problems:
-        raise InputError(form.problems)
+        raise FieldError(form.problems)
     return Inputs(
         question=question,
         schedule=schedule,

@@ -106,7 +106,7 @@ def check_run(config: TrainConfig) -> Text:
         if config.schedule.lower() == AUTO and config.steps - first < 2:
             raise OptionError(
                 "--record is given for a single step by auto, in which memory is counted and "
-                "nothing is recorded. Run more --steps, or by another --schedule."
+                "nothing is recorded. RankTraining more --steps, or by another --schedule."
             )
     return text
 

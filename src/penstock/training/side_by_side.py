@@ -16,7 +16,7 @@ from penstock.stage import Group
 from penstock.timeline import Recording
 from penstock.training.settings import TrainConfig
 from penstock.training.text import Text
-from penstock.training.trainer import Run, StepDone, connected, settled
+from penstock.training.trainer import RankTraining, StepDone, connected, settled
 
 _TURN = "to take turns with the next schedule"
 
@@ -57,7 +57,7 @@ def train_side_by_side(
     The configs differ in their schedules and in the files they record to, and in nothing else.
     """
     with connected(group, torch.device(device)) as comm:
-        runs = [Run(config, text, comm, group, torch.device(device)) for config in configs]
+        runs = [RankTraining(config, text, comm, group, torch.device(device)) for config in configs]
         steps: list[list[StepDone]] = [[] for _ in configs]
         for number in range(1, configs[0].steps + 1):
             # Who follows whom may matter to caches: they swap places in every round.
@@ -76,7 +76,7 @@ def train_side_by_side(
         ]
 
 
-def _step_of_all(run: Run, number: int, comm: AbstractComm) -> StepDone | None:
+def _step_of_all(run: RankTraining, number: int, comm: AbstractComm) -> StepDone | None:
     """A step, timed from when all ranks can begin to when all have ended."""
     comm.gather(None, _TURN)
     began_s = time.perf_counter()

@@ -82,7 +82,7 @@ def train(
             comm.gather({"the config": config, "the text": text.digest}, "to begin the training")
         )
         with kept_from_others(config.checkpoint) if comm.rank == 0 else nullcontext():
-            run = Run(config, text, comm, group, torch.device(device))
+            run = RankTraining(config, text, comm, group, torch.device(device))
             steps = []
             for number in range(run.first + 1, config.steps + 1):
                 done = run.step(number)
@@ -111,7 +111,7 @@ def connected(group: Group, device: torch.device) -> Iterator[AbstractComm]:
         raise
 
 
-class Run:
+class RankTraining:
     """One rank's stages, and what it takes to train them."""
 
     def __init__(

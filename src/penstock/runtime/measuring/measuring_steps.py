@@ -32,7 +32,7 @@ from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.messages.forms import Form
 
 
-class _Kind(Enum):
+class _Purpose(Enum):
     """What a step is run for."""
 
     WARM_UP = auto()
@@ -53,7 +53,7 @@ class Measuring:
         self._whole, self._split = schedule, split_backward(schedule)
         self._device = device
         self._left = deque(
-            [_Kind.WARM_UP] * warm_up + [_Kind.SPLIT] * repeats + [_Kind.WHOLE] * repeats
+            [_Purpose.WARM_UP] * warm_up + [_Purpose.SPLIT] * repeats + [_Purpose.WHOLE] * repeats
         )
         self._timings: defaultdict[tuple[type, StageId], list[Timing]] = defaultdict(list)
         self._held = HeldBytes(device)
@@ -66,10 +66,10 @@ class Measuring:
 
     @property
     def schedule(self) -> Schedule:
-        return self._whole if not self._left or self._left[0] is _Kind.WHOLE else self._split
+        return self._whole if not self._left or self._left[0] is _Purpose.WHOLE else self._split
 
     def make_observer(self) -> Observer:
-        if self._left[0] is _Kind.WARM_UP:
+        if self._left[0] is _Purpose.WARM_UP:
             self._held = HeldBytes(self._device)
             return Observer(memory=self._held)
         return Observer(Meter(self._device))
@@ -77,10 +77,10 @@ class Measuring:
     def take(self, observer: Observer) -> None:
         """What a step has shown; then the next one may begin."""
         kind, meter = self._left.popleft(), observer.clock
-        if kind is _Kind.WARM_UP:
+        if kind is _Purpose.WARM_UP:
             return
         assert isinstance(meter, Meter)
-        if kind is _Kind.WHOLE:
+        if kind is _Purpose.WHOLE:
             self.step_times_s.append(meter.ended_s - meter.began_s)
         for action, timing in meter.timings.items():
             self._timings[type(action), action.stage].append(timing)

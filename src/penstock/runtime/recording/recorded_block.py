@@ -9,10 +9,10 @@ from penstock.runtime.recording.recorder import Recorder
 from penstock.timeline import Recording
 
 # Each rank has its own, also where ranks are threads of one process.
-_ACTIVE: ContextVar["Run | None"] = ContextVar("penstock.record", default=None)
+_ACTIVE: ContextVar["RecordedRun | None"] = ContextVar("penstock.record", default=None)
 
 
-class Run:
+class RecordedRun:
     """What a block records; `recording` is there when the block has ended."""
 
     def __init__(self) -> None:
@@ -56,13 +56,13 @@ class Run:
         self._recording = self._gather(self._recorder)
 
 
-def active_run() -> Run | None:
+def active_run() -> RecordedRun | None:
     """The run that is recorded here and now."""
     return _ACTIVE.get()
 
 
 @contextmanager
-def record() -> Iterator[Run]:
+def record() -> Iterator[RecordedRun]:
     """Records the steps of one pipeline in this block; the last 100, if there are more.
 
     All ranks must record the same steps, and gather what they have at the end of the block:
@@ -72,7 +72,7 @@ def record() -> Iterator[Run]:
                 pipeline.step(batch)
         run.recording.save("run.json")
     """
-    run = Run()
+    run = RecordedRun()
     token = _ACTIVE.set(run)
     try:
         yield run

@@ -28,7 +28,7 @@ class _Spell(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _RankStep:
     """A step on one rank."""
 
     number: int
@@ -66,9 +66,9 @@ class Recorder:
             comm.gather({"which steps were recorded": numbers}, "to gather the recording")
         )
         ahead_s = seconds_ahead(comm, device)
-        own = [_Step(number, _spells(meter, ahead_s)) for number, meter in self._steps]
+        own = [_RankStep(number, _spells(meter, ahead_s)) for number, meter in self._steps]
 
-        def join(ranks: list[list[_Step]]) -> Recording:
+        def join(ranks: list[list[_RankStep]]) -> Recording:
             return Recording(
                 tuple(
                     RecordedStep(steps[0].number, _timeline(steps, placement, num_microbatches))
@@ -89,7 +89,7 @@ def _spells(meter: Meter, ahead_s: float) -> tuple[_Spell, ...]:
     )
 
 
-def _timeline(ranks: Sequence[_Step], placement: Placement, num_microbatches: int) -> Timeline:
+def _timeline(ranks: Sequence[_RankStep], placement: Placement, num_microbatches: int) -> Timeline:
     """What the ranks did in one step, since the first of them began."""
     zero_s = min(step.spells[0].start_s for step in ranks)
     orders = [[spell.action for spell in step.spells] for step in ranks]
