@@ -123,6 +123,16 @@ WITHOUT_INPUTS = [
         ),
         given((5, 4)),
     ),
+    Case(
+        "outputs that are pieces of a parameter",
+        raw(lambda s, x: (x @ s.w, *s.v.sin().split([2, 3])), v=(5, 2), w=(4, 4)),
+        given((5, 4)),
+    ),
+    Case(
+        "outputs of two parameters, and of their sum",
+        raw(lambda s, x: (x @ s.w, s.a.sin(), s.b.sin(), s.a + s.b), a=(3,), b=(3,), w=(4, 4)),
+        given((5, 4)),
+    ),
     Case("output that is a parameter", raw(lambda s, x: (x @ s.w, s.w), w=(4, 4)), given((5, 4))),
     Case(
         "parameter that takes no part",

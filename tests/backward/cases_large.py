@@ -48,9 +48,9 @@ def on_transposed(dims: tuple[int, int], *, bias: bool = True) -> nn.Module:
     return wrapped(make, lambda layer, x: layer(x.transpose(*dims)))()
 
 
-def with_weight_by_columns() -> nn.Module:
-    layer = nn.Linear(WIDTH, WIDER)
-    layer.weight = nn.Parameter(torch.randn(WIDTH, WIDER).t())
+def with_weight_by_columns(width: int = WIDTH, wider: int = WIDER) -> nn.Module:
+    layer = nn.Linear(width, wider)
+    layer.weight = nn.Parameter(torch.randn(width, wider).t())
     return layer
 
 
@@ -84,6 +84,12 @@ LARGE_CASES = [
     Case("long: bfloat16", lambda: perceptron().bfloat16(), lambda: (floats(*FLAT).bfloat16(),)),
     Case("long: transposed input", partial(on_transposed, (0, 1)), given((WIDTH, ROWS))),
     Case("long: transposed 3-D input", partial(on_transposed, (0, 1)), given((100, 3, WIDTH))),
+    Case(
+        "long: transposed 3-D input, autocast",
+        partial(on_transposed, (0, 1)),
+        given((100, 3, WIDTH)),
+        forward_context=bfloat16,
+    ),
     Case("long: 3-D input by columns", partial(on_transposed, (1, 2)), given((3, WIDTH, 100))),
     Case(
         "long: transposed 4-D input without a bias",
@@ -91,6 +97,13 @@ LARGE_CASES = [
         given((50, 3, 2, WIDTH)),
     ),
     Case("long: weight by columns", with_weight_by_columns, given(FLAT)),
+    # At odd sizes the two formulas for the gradient of a weight round differently.
+    Case("long: odd sizes", lambda: nn.Linear(7, 5), given((1000, 7))),
+    Case(
+        "long: weight by columns, odd sizes",
+        partial(with_weight_by_columns, 7, 5),
+        given((1000, 7)),
+    ),
     Case("long: weight by columns on 3-D input", with_weight_by_columns, given(NESTED)),
     Case("long: blocks", lambda: nn.Sequential(Block(WIDTH), Block(WIDTH)), given(NESTED)),
     Case("long: checkpointed block", lambda: Checkpointed(Block(WIDTH)), given(NESTED)),

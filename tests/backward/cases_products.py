@@ -50,6 +50,13 @@ def shared_three_times() -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer)
 
 
+class Scaled(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 3
+
+
 def experts(stage: Raw, x: Tensor) -> Tensor:
     hidden = F.gelu(torch.baddbmm(stage.bias, x, stage.up))
     return torch.bmm(hidden, stage.down)
@@ -103,6 +110,7 @@ LINEAR = [
         wrapped(lambda: nn.Bilinear(3, 4, 5), lambda b, x, y: b(x, y)),
         given((6, 3), (6, 4)),
     ),
+    Case("subclass of linear with its own forward", lambda: Scaled(4, 3), given((5, 4))),
     Case("shared module called twice", shared_three_times, given((4, 5))),
     Case("two linear layers with one weight", tied_linears, given((4, 5))),
     Case("embedding and head with one weight", tied_embedding, lambda: (torch.randint(7, (3, 4)),)),
@@ -125,6 +133,19 @@ LINEAR = [
             w=(5, 5),
         ),
         given((2, 4, 5)),
+    ),
+    Case(
+        "two layers joined by a third with the weight of one and the bias of the other",
+        raw(
+            lambda s, x: F.linear(
+                F.linear(F.linear(x, s.a, s.p).tanh(), s.b, s.q).tanh(), s.a, s.q
+            ),
+            a=(4, 4),
+            b=(4, 4),
+            p=(4,),
+            q=(4,),
+        ),
+        given((3, 4)),
     ),
     Case(
         "weight used by a product and by an activation",
@@ -203,6 +224,11 @@ PRODUCTS = [
     Case(
         "addmm onto one number",
         raw(lambda s, x: torch.addmm(s.b, x, s.w, beta=2), b=(), w=(4, 3)),
+        given((5, 4)),
+    ),
+    Case(
+        "addmm onto a row of one number",
+        raw(lambda s, x: torch.addmm(s.b, x, s.w), b=(1,), w=(4, 3)),
         given((5, 4)),
     ),
     Case(

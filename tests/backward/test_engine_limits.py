@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock import LocalGroup, PipelineStage, local_ranks
 from penstock.backward import SplitEngine
 from penstock.errors import BackwardError
 
@@ -114,6 +115,68 @@ def test_loss_of_another_forward_pass_is_refused(last: nn.Module) -> None:
     first, second = engine.forward(_input()), engine.forward(_input())
     with pytest.raises(BackwardError, match="a loss computed from its own outputs"):
         first.backward(loss=second.outputs.sum())
+
+
+class PassesItsInputOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), x
+
+
+def test_graph_before_an_input_that_is_returned_can_be_run_backward_from_elsewhere() -> None:
+    """It is not the engine's: the stage before may run it, or another loss."""
+    leaf = _input()
+    x = leaf * 2
+    engine = SplitEngine(PassesItsInputOn())
+    engine.forward(x).backward((torch.ones(3, 4), torch.ones(3, 4)))
+    x.sum().backward()
+    assert torch.equal(torch.full((3, 4), 2.0), leaf.grad)
+
+
+def test_nothing_runs_in_the_input_half_of_a_stage_without_differentiable_inputs() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    log: list[str] = []
+    model[1].register_full_backward_pre_hook(lambda *_: log.append("ran"))
+    grads, pending = SplitEngine(model).forward(torch.randn(3, 4)).backward_input(torch.ones(3, 4))
+    assert (None,) == grads
+    assert [] == log
+    pending.run()
+    assert ["ran"] == log
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_parameters_converted_in_place_are_looked_at_again_after_a_refresh() -> None:
+    model = nn.Linear(4, 4)
+    engine = SplitEngine(model)
+    engine.forward(_input()).backward(torch.ones(3, 4))
+    model.zero_grad()
+    for param in model.parameters():
+        param.data = param.data.to(torch.complex64)
+    engine.refresh()
+    x, grad = (torch.randn(3, 4, dtype=torch.complex64) for _ in range(2))
+    expected = torch.autograd.grad(model(x), [*model.parameters()], grad)
+    engine.forward(x.requires_grad_()).backward(grad)
+    torch.testing.assert_close([param.grad for param in model.parameters()], [*expected])
+
+
+def test_stage_refreshes_its_engine() -> None:
+    def main(group: LocalGroup) -> None:
+        layer = nn.Linear(4, 4)
+        stage = PipelineStage(layer, 0, 1, "cpu", group=group)
+        stage.forward((_input(),), {}, is_split=True)
+        for param in layer.parameters():
+            param.data = param.data.to(torch.complex64)
+        stage.refresh()
+        x, grad = (torch.randn(3, 4, dtype=torch.complex64) for _ in range(2))
+        expected = torch.autograd.grad(layer(x), [*layer.parameters()], grad)
+        _, run_weights = stage.forward((x.requires_grad_(),), {}, is_split=True).backward([grad])
+        run_weights()
+        torch.testing.assert_close([param.grad for param in layer.parameters()], [*expected])
+
+    local_ranks(1, main)
 
 
 class Added(nn.Module):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from backward.case import Raw
 from backward.mechanisms import MECHANISMS
@@ -27,6 +28,72 @@ def test_scalar_with_a_gradient_of_none_is_a_loss() -> None:
     (dx,) = stage_backward([model(x).sum()], [None], [x])
     torch.testing.assert_close(dx, model.weight.detach())
     assert model.weight.grad is not None
+
+
+def test_outputs_that_nobody_used_add_nothing() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    assert (None,) == stage_backward((model(x), model(x)), (None, None), [x])
+    grads, groups = stage_backward_input([model(x)], [None], [x], model.parameters())
+    stage_backward_weight(model.parameters(), groups)
+    assert (None,) == grads
+    assert all(tensor.grad is None for tensor in (x, *model.parameters()))
+
+
+def test_full_backward_neither_adds_to_an_earlier_gradient_of_an_input_nor_leaves_one() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    x.grad = torch.ones(3, 4)
+    (dx,) = stage_backward(model(x).sum(), None, [x])
+    torch.testing.assert_close(dx, model.weight.detach().sum(0).expand(3, 4))
+    assert x.grad is None
+
+
+def test_input_half_adds_to_an_earlier_gradient_of_an_input() -> None:
+    """Once, though the input was given twice."""
+    model, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    x.grad = torch.ones(3, 4)
+    grads, _ = stage_backward_input([model(x).sum()], None, [x, x], model.parameters())
+    expected = model.weight.detach().sum(0).expand(3, 4)
+    torch.testing.assert_close(list(grads), [expected, expected])
+    torch.testing.assert_close(x.grad, 1 + expected)
+
+
+class Outputs:
+    """A container that torch was taught about."""
+
+    def __init__(self, *values: Tensor | None) -> None:
+        self.values = values
+
+
+def test_outputs_may_be_in_a_registered_container() -> None:
+    pytree.register_pytree_node(
+        Outputs, lambda outputs: (list(outputs.values), None), lambda values, _: Outputs(*values)
+    )
+    model, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    outputs, grads = Outputs(model(x), x * 2), Outputs(torch.ones(3, 4), None)
+    (dx,) = stage_backward(outputs, grads, [x])
+    torch.testing.assert_close(dx, model.weight.detach().sum(0).expand(3, 4))
+
+
+def test_parameter_that_is_not_among_the_weights_gets_nothing() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    _, groups = stage_backward_input(model(x), torch.ones(3, 4), [x], [model.bias])
+    (grad,) = stage_backward_weight([model.bias], groups)
+    assert torch.equal(torch.full((4,), 3.0), grad)
+    assert model.weight.grad is None
+
+
+def test_weight_half_can_be_run_after_one_of_its_groups_was_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    groups = _halves(model)
+    assert 2 == len(groups)
+    for group in groups:
+        arrived = group["grads"]
+        group["grads"] = []
+        with pytest.raises(BackwardError, match="has 0 entries; expected 1"):
+            stage_backward_weight(model.parameters(), groups)
+        group["grads"] = arrived
+    stage_backward_weight(model.parameters(), groups)
+    assert all(param.grad is not None for param in model.parameters())
 
 
 def test_weight_half_that_failed_in_a_hook_cannot_add_twice() -> None:

@@ -374,6 +374,7 @@ def test_module_hooks_act_as_in_plain_autograd(build: Any, mechanism: Mechanism)
 
 def test_engine_runs_hooks_that_someone_put_on_accumulators() -> None:
     model = _mlp().double()
+    plain = copy.deepcopy(model)
     accumulators = []
     seen: list[int] = []
     for number, param in enumerate(model.parameters()):
@@ -386,6 +387,8 @@ def test_engine_runs_hooks_that_someone_put_on_accumulators() -> None:
         assert (done - 1) * len(accumulators) == len(seen)
         pending.run()
         assert sorted([*range(len(accumulators))] * done) == sorted(seen)
+        plain(x.detach()).backward(grad)
+    _assert_close(_grads(plain), _grads(model))
 
 
 @on_both

@@ -25,3 +25,24 @@ def test_sparse_and_dense_terms_of_one_parameter_add_up(
         settle([(param, terms[kind]) for kind in order], signal_accumulators=signals)
     assert param.grad is not None
     torch.testing.assert_close(param.grad.to_dense(), 2 * (torch.eye(3) + dense + left @ right))
+
+
+def test_first_gradient_is_laid_out_as_autograd_does_it() -> None:
+    """By the strides of the parameter, whatever those of the product are."""
+    param = nn.Parameter(torch.zeros(2, 3).t())
+    left, right = torch.randn(3, 4), torch.randn(4, 2)
+    settle([(param, MatrixProduct(left, right))], signal_accumulators=False)
+    assert param.grad is not None
+    assert param.stride() == param.grad.stride()
+    assert torch.equal(left @ right, param.grad)
+
+
+def test_gradient_has_the_type_that_the_parameter_asks_for() -> None:
+    param = nn.Parameter(torch.zeros(3, 2))
+    param.grad_dtype = torch.float64
+    left, right = torch.randn(3, 4).double(), torch.randn(4, 2).double()
+    for _ in range(2):
+        settle([(param, MatrixProduct(left, right))], signal_accumulators=False)
+    assert param.grad is not None
+    assert param.grad.dtype is torch.float64
+    assert torch.equal(2 * (left @ right), param.grad)

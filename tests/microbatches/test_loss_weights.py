@@ -260,6 +260,12 @@ def test_rule_without_a_target_is_refused() -> None:
         find_weights(given, weights=None, rule=len, are_cut=True)
 
 
+def test_weights_of_a_step_come_before_the_rule_of_the_pipeline() -> None:
+    given: dict[str, list[Any]] = {"target": [[0], [0, 1]], "args": [(), ()]}
+    assert [1.0, 2.0] == find_weights(given, weights=None, rule=len, are_cut=True)
+    assert [5.0, 3.0] == find_weights(given, weights=[5, 3], rule=len, are_cut=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -302,6 +308,19 @@ class Opaque:
 class OpaqueStage(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         return Opaque(super().forward(x))
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZB-H1"])
+def test_outputs_that_cannot_be_looked_into_are_weighed(name: str) -> None:
+    """Then the graphs of the loss and of the last stage are one."""
+    modules, batch = [*mlp(3), OpaqueStage(WIDTH, WIDTH).double()], mlp_batch(5)
+
+    def loss(outputs: Opaque, target: Tensor) -> Tensor:
+        return mean_square(outputs.value, target)
+
+    expected = step_unsplit(modules, batch, loss)
+    actual = step_locally(modules, FOUR_STAGES[name], batch, loss_fn=loss)
+    assert_same_grads("step", expected.grads, [actual.grads])
 
 
 def test_zero_weight_with_outputs_that_cannot_be_looked_into_is_refused() -> None:

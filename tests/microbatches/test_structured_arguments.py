@@ -218,6 +218,13 @@ class Slots:
     rows: Any
 
 
+class PlainSlots:
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+
 class Rows(dict[str, Any]):
     """A dict that pytree does not take apart."""
 
@@ -233,6 +240,7 @@ class Cache:
 HOLDERS: dict[str, Callable[[Any], Any]] = {
     "dataclass": Data,
     "slots": Slots,
+    "slots of a plain class": PlainSlots,
     "dict": lambda rows: Rows(rows=rows),
     "cache": Cache,
     "distribution": lambda rows: torch.distributions.Normal(rows, torch.ones(()), False),
@@ -268,7 +276,7 @@ def test_an_object_that_holds_a_batch_is_refused(name: str) -> None:
         Data(torch.zeros(3, 7)),
         Data(nn.Parameter(torch.zeros(4))),
         Data(nn.Linear(4, 4)),
-        nn.Linear(4, 4),
+        nn.BatchNorm1d(4),
         torch.optim.SGD([nn.Parameter(torch.zeros(4))]),
         lambda: torch.zeros(4),
         object(),
