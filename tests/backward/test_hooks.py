@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ def _grads(module: nn.Module) -> list[Tensor]:
 
 @on_both
 @on_models
-def test_tensor_hook_sees_the_whole_gradient_of_each_weight_half_once(
+def test_tensor_hook_sees_the_whole_gradient_of_each_weight_half_once_and_may_replace_it(
     build: Any, mechanism: Mechanism
 ) -> None:
     model = build().double()
@@ -95,9 +96,14 @@ def test_tensor_hook_sees_the_whole_gradient_of_each_weight_half_once(
     names = [name for name, _ in model.named_parameters()]
     expected: dict[str, list[Tensor]] = {name: [] for name in names}
     actual: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def see_and_clamp(grad: Tensor, log: list[Tensor]) -> Tensor:
+        log.append(grad.clone())
+        return grad.clamp(-0.1, 0.1)
+
     for module, logs in ((plain, expected), (model, actual)):
         for name, param in module.named_parameters():
-            param.register_hook(lambda grad, log=logs[name]: log.append(grad.clone()))
+            param.register_hook(partial(see_and_clamp, log=logs[name]))
     batches = _batches()
     split = mechanism(model)
     pending = []
@@ -111,22 +117,6 @@ def test_tensor_hook_sees_the_whole_gradient_of_each_weight_half_once(
         assert {name: done for name in names} == {name: len(actual[name]) for name in names}
     for name in names:
         _assert_close(expected[name], actual[name])
-    _assert_close(_grads(plain), _grads(model))
-
-
-@on_both
-@on_models
-def test_tensor_hook_may_replace_the_gradient(build: Any, mechanism: Mechanism) -> None:
-    model = build().double()
-    plain = copy.deepcopy(model)
-    for module in (plain, model):
-        for param in module.parameters():
-            param.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
-    split = mechanism(model)
-    for x, grad in _batches():
-        _, weight_half = split((x,), {}).backward_input(grad)
-        weight_half()
-        plain(x.detach()).backward(grad)
     _assert_close(_grads(plain), _grads(model))
 
 
@@ -180,68 +170,57 @@ def test_post_accumulate_hook_may_step_and_drop_the_gradient(mechanism: Mechanis
 
 
 @on_both
-@on_models
-def test_tensor_hook_runs_before_post_accumulate_hook(build: Any, mechanism: Mechanism) -> None:
-    model = build().double()
-    param = next(model.parameters())
+def test_tensor_hook_runs_before_post_accumulate_hook(mechanism: Mechanism) -> None:
+    model = _mlp().double()
     events: list[str] = []
-    param.register_hook(lambda _: events.append("tensor"))
-    param.register_post_accumulate_grad_hook(lambda _: events.append("post"))
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: events.append("post"))
+        param.register_hook(lambda _: events.append("tensor"))
     x, grad = _batches()[0]
     _, weight_half = mechanism(model)((x,), {}).backward_input(grad)
     weight_half()
-    assert ["tensor", "post"] == events
+    assert ["tensor", "post"] * len(list(model.parameters())) == events
 
 
 @on_both
 @on_models
-def test_hook_can_be_removed_between_the_halves(build: Any, mechanism: Mechanism) -> None:
+def test_weight_half_runs_the_hooks_that_are_there_when_it_runs(
+    build: Any, mechanism: Mechanism
+) -> None:
+    """The input half leaves them as they are; then all are removed, and others get their first."""
     model = build().double()
-    seen: list[str] = []
-    handles = []
-    for param in model.parameters():
-        handles.append(param.register_hook(lambda _: seen.append("tensor")))
-        handles.append(param.register_post_accumulate_grad_hook(lambda _: seen.append("post")))
     split = mechanism(model)
-    x, grad = _batches()[0]
-    _, weight_half = split((x,), {}).backward_input(grad)
-    for handle in handles:
-        handle.remove()
-    weight_half()
-    assert [] == seen
-    assert all(not param._backward_hooks for param in model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    seen: list[str] = []
+    for first in (0, 1):
+        hooked = {name: model.get_parameter(name) for name in names[first::2]}
+        others = {name: model.get_parameter(name) for name in names[1 - first :: 2]}
+        handles = []
+        for name, param in hooked.items():
+            handles.append(param.register_hook(lambda _, name=name: seen.append(name)))
+            handles.append(param.register_post_accumulate_grad_hook(lambda _: seen.append("post")))
+        before = [(param._backward_hooks, dict(param._backward_hooks)) for param in hooked.values()]
+        x, grad = _batches()[0]
+        _, weight_half = split((x,), {}).backward_input(grad)
+        for param, (hooks, entries) in zip(hooked.values(), before, strict=True):
+            assert hooks is param._backward_hooks
+            assert entries == dict(hooks)
+        for handle in handles:
+            handle.remove()
+        handles = [
+            param.register_hook(lambda _, name=name: seen.append(name))
+            for name, param in others.items()
+        ]
+        weight_half()
+        assert sorted(others) == sorted(seen)
+        assert all(not param._backward_hooks for param in hooked.values())
+        seen.clear()
+        for handle in handles:
+            handle.remove()
 
 
 @on_both
-@on_models
-def test_hook_registered_between_the_halves_runs(build: Any, mechanism: Mechanism) -> None:
-    model = build().double()
-    seen: list[Tensor] = []
-    x, grad = _batches()[0]
-    _, weight_half = mechanism(model)((x,), {}).backward_input(grad)
-    for param in model.parameters():
-        param.register_hook(lambda grad: seen.append(grad))
-    weight_half()
-    assert len(list(model.parameters())) == len(seen)
-
-
-@on_both
-@on_models
-def test_hooks_are_the_same_objects_after_the_input_half(build: Any, mechanism: Mechanism) -> None:
-    model = build().double()
-    for param in model.parameters():
-        param.register_hook(lambda grad: None)
-    before = [param._backward_hooks for param in model.parameters()]
-    entries = [dict(hooks) for hooks in before]
-    x, grad = _batches()[0]
-    mechanism(model)((x,), {}).backward_input(grad)
-    after = [param._backward_hooks for param in model.parameters()]
-    assert all(old is new for old, new in zip(before, after, strict=True))
-    assert entries == [dict(hooks) for hooks in after]
-
-
-@on_both
-@on_models
+@pytest.mark.parametrize("build", [_mlp, RawProducts, Checkpointed])
 def test_input_hooks_run_in_the_input_half_and_may_replace_the_gradient(
     build: Any, mechanism: Mechanism
 ) -> None:

@@ -166,41 +166,15 @@ def _output_grad(storages: Storages) -> Tensor:
 def test_input_half_keeps_what_the_weight_half_needs_and_that_frees_all(
     build: Any, needed: set[str], mechanism: Mechanism, storages: Storages
 ) -> None:
-    split = mechanism(build(storages))
-    run = split((_input(storages),), {})
-    _, weight_half = run.backward_input(_output_grad(storages))
-    del run
-    assert needed == storages.alive() - {"x", "output grad"}
-    weight_half()
-    del weight_half
-    assert set() == storages.alive()
-
-
-@on_both
-@on_models
-def test_weight_half_frees_all_while_its_handle_is_still_held(
-    build: Any, needed: set[str], mechanism: Mechanism, storages: Storages
-) -> None:
-    split = mechanism(build(storages))
-    run = split((_input(storages),), {})
-    _, weight_half = run.backward_input(_output_grad(storages))
-    del run
-    weight_half()
-    assert set() == storages.alive() - {"x"}
-
-
-@on_both
-@on_models
-def test_pass_that_is_still_held_keeps_nothing_but_its_inputs(
-    build: Any, needed: set[str], mechanism: Mechanism, storages: Storages
-) -> None:
+    """The pass and the weight half may still be held: they keep nothing but the inputs."""
     split = mechanism(build(storages))
     run = split((_input(storages),), {})
     _, weight_half = run.backward_input(_output_grad(storages))
     assert needed == storages.alive() - {"x", "output grad"}
     weight_half()
     assert {"x"} == storages.alive()
-    assert run is not None
+    del run, weight_half
+    assert set() == storages.alive()
 
 
 @on_both
@@ -224,25 +198,17 @@ def test_outputs_that_are_still_held_keep_nothing_else_alive(
 
 @on_both
 @on_models
-def test_weight_half_that_never_runs_frees_all_when_it_is_dropped(
-    build: Any, needed: set[str], mechanism: Mechanism, storages: Storages
-) -> None:
-    split = mechanism(build(storages))
-    run = split((_input(storages),), {})
-    _, weight_half = run.backward_input(_output_grad(storages))
-    del run, weight_half
-    assert set() == storages.alive()
-
-
-@on_both
-@on_models
-def test_forward_that_never_runs_backward_frees_all_when_it_is_dropped(
+def test_pass_or_weight_half_that_never_runs_frees_all_when_it_is_dropped(
     build: Any, needed: set[str], mechanism: Mechanism, storages: Storages
 ) -> None:
     split = mechanism(build(storages))
     run = split((_input(storages),), {})
     assert needed & storages.names() <= storages.alive()
     del run
+    assert set() == storages.alive()
+    run = split((_input(storages),), {})
+    _, weight_half = run.backward_input(_output_grad(storages))
+    del run, weight_half
     assert set() == storages.alive()
 
 

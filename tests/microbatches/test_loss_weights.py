@@ -57,8 +57,11 @@ def token_batch(*, is_last_empty: bool = False) -> Batch:
     return Batch((randn(2 * NUM_MICROBATCHES, WIDTH),), {}, target)
 
 
-@every_schedule
-@pytest.mark.parametrize("size", [5, 7, 9])
+@pytest.mark.parametrize(
+    ("schedule", "size"),
+    [*zip(FOUR_STAGES.values(), (5, 7, 9, 6), strict=True)],
+    ids=FOUR_STAGES,
+)
 def test_uneven_batch_trains_as_the_whole(schedule: Any, size: int) -> None:
     modules, batch = mlp(), mlp_batch(size)
     assert_same(step_unsplit(modules, batch), step_locally(modules, schedule, batch))
@@ -66,21 +69,16 @@ def test_uneven_batch_trains_as_the_whole(schedule: Any, size: int) -> None:
 
 @every_schedule
 def test_mean_over_valid_tokens_trains_as_the_whole(schedule: Any) -> None:
-    modules, batch = mlp(), token_batch()
-    expected = step_unsplit(modules, batch, token_mean)
-    actual = step_locally(modules, schedule, batch, loss_fn=token_mean, loss_weight=count_tokens)
-    assert_same(expected, actual)
-
-
-@every_schedule
-def test_microbatch_without_a_valid_token_adds_nothing(schedule: Any) -> None:
-    """The mean of no values is not a number, and neither is its gradient."""
-    modules, batch = mlp(), token_batch(is_last_empty=True)
-    assert token_mean(randn(2, WIDTH), batch.target[-2:]).isnan()
-    expected = step_unsplit(modules, batch, token_mean)
-    actual = step_locally(modules, schedule, batch, loss_fn=token_mean, loss_weight=count_tokens)
-    assert_same(expected, actual)
-    assert 0 == actual.losses[-1]
+    """Also if a microbatch has none: their mean is not a number, and neither is its gradient."""
+    modules = mlp()
+    for is_last_empty in (False, True):
+        batch = token_batch(is_last_empty=is_last_empty)
+        assert is_last_empty == token_mean(randn(2, WIDTH), batch.target[-2:]).isnan()
+        expected = step_unsplit(modules, batch, token_mean)
+        options = {"loss_fn": token_mean, "loss_weight": count_tokens}
+        actual = step_locally(modules, schedule, batch, **options)
+        assert_same(expected, actual)
+        assert is_last_empty == (actual.losses[-1] == 0)
 
 
 @every_schedule
