@@ -1,0 +1,641 @@
+"""The split backward: wrong gradients, hooks that run too often or not, memory that stays, checks.
+
+Each mutant names the narrowest file that should notice it. That keeps apart what the models find
+from what the random networks of tests/backward/test_fuzz.py would find anyway.
+"""
+
+TESTS = "tests/backward/test_models.py"
+HOOKS = "tests/backward/test_hooks.py"
+MEMORY = "tests/backward/test_memory.py"
+ERRORS = "tests/backward/test_backward_errors.py"
+ENGINE_ERRORS = "tests/backward/test_engine_errors.py"
+ENGINE_LIMITS = "tests/backward/test_engine_limits.py"
+FUNCTION_LIMITS = "tests/backward/test_function_limits.py"
+SEED_CONTRACT = "tests/backward/test_seed_contract.py"
+SETTLING = "tests/backward/test_settling.py"
+
+SETTLING_MUTANTS = [
+    ("backward/settling.py", "for term in terms[1:]:", "for term in terms[2:]:"),
+    (  # Sums are added in another order, and rounded differently.
+        "backward/settling.py",
+        "known[1].append(term)",
+        "known[1].insert(0, term)",
+    ),
+    (
+        "backward/settling.py",
+        "total = total + value if is_dense else value + total",
+        "total = total + value",
+        SETTLING,
+    ),
+    ("backward/settling.py", "if value is terms[0]:", "if False:", MEMORY),
+    ("backward/settling.py", "if value is terms[0]:", "if False:"),
+    (
+        "backward/settling.py",
+        "if value.dtype == param.dtype and value.stride() == param.stride():",
+        "if value.stride() == param.stride():",
+    ),
+    (
+        "backward/settling.py",
+        "if value.dtype == param.dtype and value.stride() == param.stride():",
+        "if value.dtype == param.dtype:",
+        SETTLING,
+    ),
+    ("backward/settling.py", "    sums.run()", "    pass"),
+    (
+        "backward/settling.py",
+        "self.grads[place] = grad if so_far is None else so_far + grad",
+        "self.grads[place] = grad",
+        HOOKS,
+    ),
+    (
+        "backward/settling.py",
+        "        delivery.run()  # [2]\n        _add_plainly(plain)  # [1]\n",
+        "        _add_plainly(plain)  # [1]\n        delivery.run()  # [2]\n",
+        FUNCTION_LIMITS,
+    ),
+    ("backward/settling.py", "        if signal_accumulators:", "        if False:", HOOKS),
+    (
+        "backward/settling.py",
+        "signals.add(param, None)",
+        "signals.add(param, param.grad)",
+        HOOKS,
+    ),
+    ("backward/settling.py", "    with hooks_put_off(asked):", "    if True:", HOOKS),
+    (
+        "backward/settling.py",
+        "            param._backward_hooks = hooks\n",
+        "            param._backward_hooks = dict(hooks)\n",
+        HOOKS,
+    ),
+    (
+        "backward/settling.py",
+        "    try:\n        yield\n    finally:\n        for param, hooks in hooked:\n"
+        "            param._backward_hooks = hooks\n",
+        "    yield\n    for param, hooks in hooked:\n        param._backward_hooks = hooks\n",
+        ENGINE_ERRORS,
+    ),
+    (
+        "backward/settling.py",
+        "if param._backward_hooks or param._post_accumulate_grad_hooks:",
+        "if param._backward_hooks:",
+        HOOKS,
+    ),
+    (
+        "backward/settling.py",
+        "if param._backward_hooks or param._post_accumulate_grad_hooks:",
+        "if param._post_accumulate_grad_hooks:",
+        HOOKS,
+    ),
+    (
+        "backward/settling.py",
+        "    if param.grad_dtype is not param.dtype:\n        return False\n",
+        "",
+        SETTLING,
+    ),
+    (
+        "backward/settling.py",
+        "asked = [param for param in params if param.requires_grad]",
+        "asked = list(params)",
+    ),
+]
+
+TERMS_MUTANTS = [
+    ("backward/terms.py", "if self._alpha != 1:", "if False:"),
+    (
+        "backward/terms.py",
+        "return product.t() if self._is_transposed else product",
+        "return product",
+    ),
+    (  # The other of two equal formulas, which rounds long sums differently.
+        "backward/terms.py",
+        "return strides[0] == 1 and strides[1] == shape[0]",
+        "return False",
+    ),
+    ("backward/terms.py", "if self._beta != 1:", "if False:"),
+    (
+        "backward/terms.py",
+        "is_row_sum = grad.dim() == 2 and len(shape) == 1 and shape[0] == grad.shape[1]",
+        "is_row_sum = grad.dim() == 2 and len(shape) == 1",
+    ),
+    (  # Seen only if a later microbatch adds to the gradient that the caller gave.
+        "backward/terms.py",
+        "return total.clone() if total is self._grad else total",
+        "return total",
+    ),
+    (
+        "backward/terms.py",
+        "            bias,\n            self.stride,\n            self.padding,",
+        "            bias,\n            self.stride,\n            self.dilation,",
+    ),
+    (
+        "backward/terms.py",
+        "            [num_channels],\n            self.stride,",
+        "            [num_channels],\n            self.dilation,",
+    ),
+    (
+        "backward/terms.py",
+        "            self.groups,\n            (False, *of_parameters),",
+        "            1,\n            (False, *of_parameters),",
+    ),
+    ("backward/terms.py", "        if now != self._versions:", "        if False:", ERRORS),
+    (
+        "backward/terms.py",
+        "    except RuntimeError:  # Inference",
+        "    except ValueError:  # Inference",
+        ENGINE_LIMITS,
+    ),
+]
+
+HARVESTING_MUTANTS = [
+    ("backward/harvesting.py", "(tensor.grad_fn, tensor.output_nr)", "(tensor.grad_fn, 0)"),
+    (
+        "backward/harvesting.py",
+        "return all(user.source is not None",
+        "return any(user.source is not None",
+    ),
+    (  # Sums are added in another order, and rounded differently.
+        "backward/harvesting.py",
+        "cluster.users.sort(key=_sequence_number, reverse=True)",
+        "cluster.users.sort(key=_sequence_number)",
+    ),
+    ("backward/harvesting.py", "self.users += other.users", "self.users = other.users"),
+    ("backward/harvesting.py", "        self.tails += other.tails\n", ""),
+    (
+        "backward/harvesting.py",
+        'if type(node).__name__ != "TBackward0":',
+        'if type(node).__name__ not in ("TBackward0", "TransposeBackward0"):',
+    ),
+    (
+        "backward/harvesting.py",
+        "uses.append(Use(number, param, True))",
+        "uses.append(Use(number, param, False))",
+    ),
+    (
+        "backward/harvesting.py",
+        "source_of(node, uses) if is_passed else None",
+        "source_of(node, uses)",
+    ),
+    (
+        "backward/harvesting.py",
+        "            clusters.update(dict.fromkeys(other.params, host))\n",
+        "",
+    ),
+    (
+        "backward/harvesting.py",
+        "return variable if id(variable) in self._weights else None",
+        "return variable",
+        FUNCTION_LIMITS,
+    ),
+    (
+        "backward/harvesting.py",
+        "if child in graph.input_side or child in graph.inputs:",
+        "if child in graph.input_side:",
+        MEMORY,
+    ),
+    ("backward/harvesting.py", "GradientEdge(child, output_nr)", "GradientEdge(child, 0)"),
+    ("backward/harvesting.py", "used.extend(below)", "used.append(below[0])"),
+    (
+        "backward/harvesting.py",
+        "            if node in inputs:\n                input_side.add(node)\n",
+        "",
+    ),
+]
+
+INPUT_HALF_MUTANTS = [
+    (
+        "backward/input_half.py",
+        "as arrivals, hooks_put_off(plan.urgent):",
+        "as arrivals:",
+        HOOKS,
+    ),
+    ("backward/input_half.py", "            handle.remove()", "            pass", MEMORY),
+    ("backward/input_half.py", "[(root_grads[n],) for n", "[(root_grads[0],) for n"),
+]
+
+SOURCES_MUTANTS = [
+    (
+        "backward/sources.py",
+        "return SumTo(grad, _shape(target), self._beta)",
+        "return SumTo(grad, _shape(target))",
+    ),
+    (
+        "backward/sources.py",
+        "is_transposed=is_transposed != transposed",
+        "is_transposed=transposed",
+    ),
+    ("backward/sources.py", "        elif use.transposed:\n            return None\n", ""),
+    (
+        "backward/sources.py",
+        "    if complex in map(type, scales):\n        return None\n",
+        "",
+        FUNCTION_LIMITS,
+    ),
+    (
+        "backward/sources.py",
+        "if any(use.edge == 0 or use.transposed for use in uses):",
+        "if any(use.transposed for use in uses):",
+    ),
+    (
+        "backward/sources.py",
+        "scale = self._alpha if use.edge == 1 else 1",
+        "scale = self._alpha",
+    ),
+    (
+        "backward/sources.py",
+        'if getattr(node, "_raw_saved_" + name).unpack_hook is not None:',
+        "if False:",
+    ),
+    (
+        "backward/sources.py",
+        "return tensor if is_plain(tensor) and not tensor.is_complex() else None",
+        "return tensor if is_plain(tensor) else None",
+    ),
+    (
+        "backward/sources.py",
+        "is_right_transposed = kind.is_2d and _is_column_major(node, kind.right)",
+        "is_right_transposed = kind.is_2d and _is_column_major(node, kind.left)",
+    ),
+    (
+        "backward/sources.py",
+        "[factor for factor in (self._left, self._right) if factor is not None]",
+        "[]",
+        ERRORS,
+    ),
+    ("backward/sources.py", "        return (self._x,)", "        return ()", ERRORS),
+]
+
+GROUPS_MUTANTS = [
+    ("backward/groups.py", "if not self._params.keys() <= known:", "if False:", ERRORS),
+    ("backward/groups.py", "        self._unmodified.check()\n", "", ERRORS),
+    ("backward/groups.py", "        self._arrived = self._grads = []\n", "", MEMORY),
+    (
+        "backward/groups.py",
+        "grad = given[0] if len(given) == 1 else _sum(given)",
+        "grad = given[0]",
+        SEED_CONTRACT,
+    ),
+    (
+        "backward/groups.py",
+        "total = grad if total is None else total + grad",
+        "total = grad",
+        SEED_CONTRACT,
+    ),
+    (
+        "backward/groups.py",
+        "for grad in _entries(given, f'group[\"grads\"][{position}] of {self!r}'):",
+        "for grad in _entries(given, f'group[\"grads\"][{position}] of {self!r}')[:1]:",
+        ERRORS,
+    ),
+    (
+        "backward/groups.py",
+        "if len(self._grads) != len(self._arrived):",
+        "if len(self._grads) > len(self._arrived):",
+        ERRORS,
+    ),
+]
+
+FUNCTIONS_MUTANTS = [
+    (
+        "backward/functions.py",
+        "        x.grad = None\n        if not x.is_leaf:",
+        "        if not x.is_leaf:",
+        FUNCTION_LIMITS,
+    ),
+    (  # Seen only by a full backward of a computed input.
+        "backward/functions.py",
+        "            x.retain_grad()",
+        "            pass",
+    ),
+    (
+        "backward/functions.py",
+        "    for x in inputs:\n        x.grad = None\n    return",
+        "    return",
+        FUNCTION_LIMITS,
+    ),
+    (
+        "backward/functions.py",
+        "before = x.grad if x.is_leaf or x.retains_grad else None",
+        "before = x.grad",
+    ),
+    (
+        "backward/functions.py",
+        "x.grad = grad if before is None else before + grad",
+        "x.grad = grad",
+        FUNCTION_LIMITS,
+    ),
+    (
+        "backward/functions.py",
+        "        if not retain_graph:\n",
+        "        if True:\n",
+        SEED_CONTRACT,
+    ),
+    (
+        "backward/functions.py",
+        "carry_on(tails, weights, retain_graph=retain_graph)",
+        "carry_on(tails, weights)",
+        ERRORS,
+    ),
+    (  # What was freed before a later group was refused is lost.
+        "backward/functions.py",
+        "        group.check(known)\n    for group in param_groups:\n",
+        "        group.check(known)\n",
+        FUNCTION_LIMITS,
+    ),
+]
+
+STRUCTURE_MUTANTS = [
+    (
+        "backward/structure.py",
+        "grad is None and output.numel() == 1 for",
+        "grad is None for",
+        FUNCTION_LIMITS,
+    ),
+    (
+        "backward/structure.py",
+        "    are_losses = grads is None or all(\n"
+        "        grad is None and output.numel() == 1 for _, output, grad in found\n    )\n",
+        "    are_losses = grads is None\n",
+        FUNCTION_LIMITS,
+    ),
+    (
+        "backward/structure.py",
+        "return list(dict.fromkeys(found))",
+        "return list(found)",
+        FUNCTION_LIMITS,
+    ),
+    ("backward/structure.py", "    if grad.shape != output.shape:", "    if False:", ERRORS),
+    ("backward/structure.py", "if grad.keys() != output.keys():", "if False:", ERRORS),
+    ("backward/structure.py", 'f"{name}[{i}]")', 'f"{name}[{i + 1}]")', ERRORS),
+    (
+        "backward/structure.py",
+        "    elif type(output) in SUPPORTED_NODES:",
+        "    elif False:",
+        FUNCTION_LIMITS,
+    ),
+]
+
+ENGINE_MUTANTS = [
+    (
+        "backward/engine.py",
+        "            self._sink.taps = self._sink.owner = None",
+        "            self._sink.owner = None",
+        ENGINE_ERRORS,
+    ),
+    (
+        "backward/engine.py",
+        "if output.grad_fn is not None and output.grad_fn not in outside:",
+        "if output.grad_fn is not None:",
+        ENGINE_LIMITS,
+    ),
+    (
+        "backward/engine.py",
+        "if output.grad_fn is not None and output.grad_fn not in outside:",
+        "if False:",
+        ENGINE_ERRORS,
+    ),
+    (  # What can wait does so in the first microbatch only.
+        "backward/engine.py",
+        "self._must_walk = bool(plan.waiting)",
+        "self._must_walk = False",
+        FUNCTION_LIMITS,
+    ),
+    (
+        "backward/engine.py",
+        "[*map(gradient_edge, inputs), *edges], params)",
+        "[*map(gradient_edge, inputs)], params)",
+    ),
+    (  # Sums are added in another order, and rounded differently.
+        "backward/engine.py",
+        "zip(reversed(taps), reversed(tap_grads), strict=True)",
+        "zip(taps, tap_grads, strict=True)",
+    ),
+    (
+        "backward/engine.py",
+        "                needed.append(grad)\n",
+        "",
+        ENGINE_LIMITS,
+    ),
+    ("backward/engine.py", "        unmodified.check()\n", "", ERRORS),
+    (
+        "backward/engine.py",
+        "list({id(p): p for p in found if p is not None and p.requires_grad}.values())",
+        "[p for p in found if p is not None and p.requires_grad]",
+    ),
+    (
+        "backward/engine.py",
+        "if p is not None and p.requires_grad}",
+        "if p is not None}",
+    ),
+    (
+        "backward/engine.py",
+        '            if "forward" not in module.__dict__:  # The',
+        "            if True:  # The",
+        ENGINE_LIMITS,
+    ),
+    (
+        "backward/engine.py",
+        "        self._taps = self.outputs = None",
+        "        self._taps = None",
+        MEMORY,
+    ),
+    (
+        "backward/engine.py",
+        "if loss is not None and remainder.is_empty() and",
+        "if False and",
+        ENGINE_LIMITS,
+    ),
+    (
+        "backward/engine.py",
+        "        work, self._work = self._work, None",
+        "        work = self._work",
+        ERRORS,
+    ),
+    (
+        "backward/engine.py",
+        "        if not inputs:\n",
+        "        if False:\n",
+        ENGINE_LIMITS,
+    ),
+    (
+        "backward/engine.py",
+        "any(_is_held(param) for param in self._trainable())",
+        "False",
+        HOOKS,
+    ),
+    ("backward/engine.py", "            leaf.params.refresh()", "            pass", ENGINE_LIMITS),
+    (
+        "backward/engine.py",
+        "            with self._running(token):\n                work.terms",
+        "            if True:\n                work.terms",
+    ),
+]
+
+LEAF_MUTANTS = [
+    (
+        "backward/leaf_modules.py",
+        "bias = bias if bias is not None and bias.requires_grad else None",
+        "bias = bias",
+    ),
+    (
+        "backward/leaf_modules.py",
+        "            bias = None if bias is None else bias.to(x.dtype)\n",
+        "",
+    ),
+    (  # The other of two equal formulas, which rounds long sums differently.
+        "backward/leaf_modules.py",
+        "if is_column_major(weight.shape[::-1], weight.stride()[::-1]):",
+        "if True:",
+    ),
+    (
+        "backward/leaf_modules.py",
+        "        if x._version != self.slot.version:",
+        "        if False:",
+        ERRORS,
+    ),
+    (
+        "backward/leaf_modules.py",
+        "x, self.slot.x = self.slot.x, None  #",
+        "x = self.slot.x  #",
+        MEMORY,
+    ),
+    (
+        "backward/leaf_modules.py",
+        "if type(module).forward is nn.Linear.forward:",
+        "if isinstance(module, nn.Linear):",
+    ),
+    (
+        "backward/leaf_modules.py",
+        'module.padding_mode == "zeros" and not isinstance(module.padding, str)',
+        'module.padding_mode == "zeros"',
+    ),
+    (
+        "backward/leaf_modules.py",
+        'module.padding_mode == "zeros" and not isinstance(module.padding, str)',
+        "not isinstance(module.padding, str)",
+    ),
+    ("backward/leaf_modules.py", 'and "bias" in self._params  #', "and True  #"),
+    ("backward/leaf_modules.py", "p.is_leaf and is_plain(p)", "is_plain(p)", ENGINE_LIMITS),
+    (
+        "backward/leaf_modules.py",
+        "is_plain(p) and not p.is_complex() and",
+        "is_plain(p) and",
+    ),
+    (
+        "backward/leaf_modules.py",
+        "if weight is None or not self._are_ours or not weight.requires_grad:",
+        "if weight is None or not self._are_ours:",
+    ),
+    (
+        "backward/leaf_modules.py",
+        "is_fused = bias is not None and x.is_contiguous()",
+        "is_fused = bias is not None",
+    ),
+    (
+        "backward/leaf_modules.py",
+        "            out = _run_deferred(Call(weight, bias, None), x, sink, hooked)\n"
+        "            return _no_view(out, out.shape)",
+        "            return _run_deferred(Call(weight, bias, None), x, sink, hooked)",
+    ),
+    (
+        "backward/leaf_modules.py",
+        "x.dim() == own[0].dim() and _is_zero_padded(module)",
+        "_is_zero_padded(module)",
+    ),
+    (
+        "backward/leaf_modules.py",
+        "x.requires_grad and torch.is_grad_enabled() and is_plain(x)",
+        "x.requires_grad and is_plain(x)",
+    ),
+    (
+        "backward/leaf_modules.py",
+        "    if torch._C._functorch.peek_interpreter_stack() is not None:",
+        "    if False:",
+        ENGINE_LIMITS,
+    ),
+    (
+        "backward/leaf_modules.py",
+        "return are_saves_hooked or sink.taps is not None",
+        "return sink.taps is not None",
+    ),
+    (
+        "backward/leaf_modules.py",
+        "torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:",
+        "torch.is_autocast_enabled(kind):",
+    ),
+    (
+        "backward/leaf_modules.py",
+        "        self.is_wary = True",
+        "        self.is_wary = False",
+        ENGINE_LIMITS,
+    ),
+    (
+        "backward/leaf_modules.py",
+        "    if are_saves_hooked:\n",
+        "    if False:\n",
+        MEMORY,
+    ),
+    (
+        "backward/leaf_modules.py",
+        "and not torch.is_autocast_enabled(x.device.type):",
+        "and False:",
+    ),
+]
+
+OTHER_MUTANTS = [
+    (
+        "backward/translate.py",
+        'compute it in each forward."\n            ) from exc',
+        'compute it in each forward."\n            ) from None',
+        ERRORS,
+    ),
+    (
+        "backward/translate.py",
+        "text.startswith(_RELEASED)",
+        '"a second time" in text',
+        FUNCTION_LIMITS,
+    ),
+    (
+        "backward/translate.py",
+        "        if text.startswith(_REENTRANT):",
+        "        if False:",
+        ERRORS,
+    ),
+    (
+        "backward/wrappers.py",
+        "return is_wrapper or module._compiled_call_impl is not None",
+        "return is_wrapper",
+        "tests/runtime/test_changed_stages.py",
+    ),
+    (
+        "backward/wrappers.py",
+        "            type(module).forward,\n",
+        "",
+        "tests/runtime/test_changed_stages.py",
+    ),
+    (
+        "backward/wrappers.py",
+        "            type(module),\n",
+        "",
+        "tests/dist/test_sharded_stages.py -k after",  # fully_shard changes the class in place.
+    ),
+    (
+        "backward/wrappers.py",
+        "            bool(module._parameters),\n",
+        "",
+        "tests/runtime/test_changed_stages.py",
+    ),
+]
+
+MUTANTS = [
+    *SETTLING_MUTANTS,
+    *TERMS_MUTANTS,
+    *HARVESTING_MUTANTS,
+    *INPUT_HALF_MUTANTS,
+    *SOURCES_MUTANTS,
+    *GROUPS_MUTANTS,
+    *FUNCTIONS_MUTANTS,
+    *STRUCTURE_MUTANTS,
+    *ENGINE_MUTANTS,
+    *LEAF_MUTANTS,
+    *OTHER_MUTANTS,
+]
