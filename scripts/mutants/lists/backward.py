@@ -63,27 +63,27 @@ SETTLING_MUTANTS = [
     ("backward/settling.py", "    with hooks_put_off(asked):", "    if True:", HOOKS),
     (
         "backward/settling.py",
-        "            param._backward_hooks = hooks\n",
-        "            param._backward_hooks = dict(hooks)\n",
+        "            set_tensor_hooks(param, hooks)\n",
+        "            set_tensor_hooks(param, dict(hooks))\n",
         HOOKS,
     ),
     (
         "backward/settling.py",
         "    try:\n        yield\n    finally:\n        for param, hooks in hooked:\n"
-        "            param._backward_hooks = hooks\n",
-        "    yield\n    for param, hooks in hooked:\n        param._backward_hooks = hooks\n",
+        "            set_tensor_hooks(param, hooks)\n",
+        "    yield\n    for param, hooks in hooked:\n        set_tensor_hooks(param, hooks)\n",
         ENGINE_ERRORS,
     ),
     (
         "backward/settling.py",
-        "if param._backward_hooks or param._post_accumulate_grad_hooks:",
-        "if param._backward_hooks:",
+        "if tensor_hooks(param) or post_accumulate_hooks(param):",
+        "if tensor_hooks(param):",
         HOOKS,
     ),
     (
         "backward/settling.py",
-        "if param._backward_hooks or param._post_accumulate_grad_hooks:",
-        "if param._post_accumulate_grad_hooks:",
+        "if tensor_hooks(param) or post_accumulate_hooks(param):",
+        "if post_accumulate_hooks(param):",
         HOOKS,
     ),
     (
@@ -155,8 +155,8 @@ HARVESTING_MUTANTS = [
     ),
     (  # Sums are added in another order, and rounded differently.
         "backward/harvesting.py",
-        "cluster.users.sort(key=_sequence_number, reverse=True)",
-        "cluster.users.sort(key=_sequence_number)",
+        "cluster.users.sort(key=lambda user: sequence_number(user.node), reverse=True)",
+        "cluster.users.sort(key=lambda user: sequence_number(user.node))",
     ),
     ("backward/harvesting.py", "self.users += other.users", "self.users = other.users"),
     ("backward/harvesting.py", "        self.tails += other.tails\n", ""),
@@ -246,7 +246,7 @@ SOURCES_MUTANTS = [
         "if False:",
     ),
     (
-        "backward/sources.py",
+        "torch_private.py",
         "return tensor if is_plain(tensor) and not tensor.is_complex() else None",
         "return tensor if is_plain(tensor) else None",
     ),
@@ -368,7 +368,7 @@ STRUCTURE_MUTANTS = [
     ("backward/structure.py", 'f"{name}[{i}]")', 'f"{name}[{i + 1}]")', ERRORS),
     (
         "backward/structure.py",
-        "    elif type(output) in SUPPORTED_NODES:",
+        "    elif type(output) in pytree.SUPPORTED_NODES:",
         "    elif False:",
         FUNCTION_LIMITS,
     ),
@@ -488,7 +488,7 @@ LEAF_MUTANTS = [
     ),
     (
         "backward/leaf_modules.py",
-        "        if x._version != self.slot.version:",
+        "        if version_of(x) != self.slot.version:",
         "        if False:",
         ERRORS,
     ),
@@ -548,7 +548,7 @@ LEAF_MUTANTS = [
     ),
     (
         "backward/leaf_modules.py",
-        "    if torch._C._functorch.peek_interpreter_stack() is not None:",
+        "    if peek_interpreter_stack() is not None:",
         "    if False:",
         ENGINE_LIMITS,
     ),
@@ -602,8 +602,8 @@ OTHER_MUTANTS = [
     ),
     (
         "backward/wrappers.py",
-        "return is_wrapper or module._compiled_call_impl is not None",
-        "return is_wrapper",
+        "return is_optimized_module(module) or compiled_call(module) is not None",
+        "return is_optimized_module(module)",
         "tests/runtime/test_changed_stages.py",
     ),
     (
@@ -620,7 +620,7 @@ OTHER_MUTANTS = [
     ),
     (
         "backward/wrappers.py",
-        "            bool(module._parameters),\n",
+        "            bool(own_parameters(module)),\n",
         "",
         "tests/runtime/test_changed_stages.py",
     ),
