@@ -241,12 +241,12 @@ SOURCES_MUTANTS = [
         "scale = self._alpha",
     ),
     (
-        "backward/sources.py",
+        "torch_private.py",
         'if getattr(node, "_raw_saved_" + name).unpack_hook is not None:',
         "if False:",
     ),
     (
-        "torch_private.py",
+        "backward/sources.py",
         "return tensor if is_plain(tensor) and not tensor.is_complex() else None",
         "return tensor if is_plain(tensor) else None",
     ),
