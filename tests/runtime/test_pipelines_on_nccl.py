@@ -105,7 +105,7 @@ def test_recording_opens_channels_to_rank_0_when_it_is_asked_for() -> None:
 def test_schedule_that_is_found_needs_rank_0_too() -> None:
     def main(group: LocalGroup) -> None:
         pipeline = make_pipeline(group, Auto(seconds=0.1, replan_when=1e-9))
-        pipeline._pilot._look_every = 1  # type: ignore[union-attr]  # So that it plans again.
+        pipeline._runner._pilot._look_every = 1  # type: ignore[union-attr]  # So that it plans again.
         train_a_little(pipeline, 15)
 
     _, opened = run(NUM_RANKS, main)

@@ -1,6 +1,5 @@
 """The pipeline: stages, a schedule, and the steps that they run."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -10,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comm import AbstractComm, LocalGroup, check_agreement
+from penstock.comm import AbstractComm, check_agreement
 from penstock.errors import RecordError, StageError
-from penstock.ir import Action, Message, Schedule, Skip, StageId
-from penstock.ir.action import COMPUTE_TYPES, in_words
+from penstock.ir import Action, Schedule, StageId
+from penstock.ir.action import COMPUTE_TYPES
 from penstock.microbatches import merge_chunks, split_args_kwargs_into_chunks
 from penstock.microbatches.loss_weights import (
     LossWeight,
@@ -23,14 +22,9 @@ from penstock.microbatches.loss_weights import (
 from penstock.microbatches.splitting import split_target
 from penstock.runtime.auto.auto_pilot import AutoPilot
 from penstock.runtime.auto.auto_value import Auto
-from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
+from penstock.runtime.auto.pilot import AbstractPilot
 from penstock.runtime.connection import Connection
-from penstock.runtime.losses import Losses, weigh_losses
-from penstock.runtime.measuring.meter import Meter
-from penstock.runtime.measuring.observer import UNWATCHED, Observer
-from penstock.runtime.messages.forms import Form
-from penstock.runtime.messages.skips import check_skips
-from penstock.runtime.messages.wire import Wire
+from penstock.runtime.losses import weigh_losses
 from penstock.runtime.pipeline_checks import (
     as_schedule,
     check_count,
@@ -46,12 +40,10 @@ from penstock.runtime.pipeline_checks import (
     check_timeout,
 )
 from penstock.runtime.rank_facts import RankFacts
-from penstock.runtime.rank_programs import Programs, warn_of_compiled
 from penstock.runtime.recording.recorded_block import active_run
 from penstock.runtime.recording.recorder import Recorder
-from penstock.runtime.step import Step
+from penstock.runtime.step_runner import StepRunner
 from penstock.runtime.step_settings import Batch, CustomFunction, LossFn, Settings
-from penstock.runtime.tied_parameters import TiedGrads, Ties, tie
 from penstock.sealed import Sealed
 from penstock.stage import PipelineStage
 from penstock.timeline import Recording
@@ -117,15 +109,10 @@ class Pipeline(Sealed):
             )
         )
         self._replica_group = check_replica_group(replica_group, self._settings)
-        self._skips: frozenset[Skip] = frozenset()
-        """Those of all ranks, once they have met."""
         self._recorders = [Recorder()] if record else []
         """The first is the pipeline's own, if it has one; others are those of blocks."""
         self._records = record
-        self._pilot: AbstractPilot | None = None
         self._has_backward = loss_fn is not None
-        self._schedule: Schedule | None = None
-        self._programs: Programs | None = None
         if isinstance(schedule, str) and schedule.lower() == "auto":
             schedule = Auto()
         if isinstance(schedule, Auto):
@@ -137,15 +124,15 @@ class Pipeline(Sealed):
             check_replicas(held)
             schedule = AutoPilot(schedule, self._timeout_s)
         if isinstance(schedule, AbstractPilot):
-            self._pilot = schedule
             self.num_microbatches = check_count(num_microbatches)
         else:
-            fixed = as_schedule(schedule, held, num_microbatches)
-            check_fit(fixed, held)
-            self.num_microbatches = fixed.num_microbatches
-            self._has_backward = self._has_backward and fixed.has_backward
-            self._use(fixed)
-        self._forms: dict[bool, dict[Message, Form]] = {True: {}, False: {}}
+            schedule = as_schedule(schedule, held, num_microbatches)
+            check_fit(schedule, held)
+            self.num_microbatches = schedule.num_microbatches
+            self._has_backward = self._has_backward and schedule.has_backward
+        self._runner = StepRunner(
+            self._stages, schedule, self.num_microbatches, has_backward=self._has_backward
+        )
         self._connection = Connection(
             self._first.group,
             self._first.group_rank,
@@ -153,8 +140,6 @@ class Pipeline(Sealed):
             self._timeout_s,
             self._meet,
         )
-        self._is_dynamic = False
-        self._ties = Ties({}, {}, frozenset())
         self._seal(theirs)
 
     @property
@@ -201,39 +186,7 @@ class Pipeline(Sealed):
     @property
     def schedule(self) -> Schedule:
         """What the next step runs."""
-        if self._schedule is None:
-            raise StageError(
-                "the schedule is not known yet: it follows from the stages of all ranks, which "
-                "meet in the first step. Ask for it after that."
-            )
-        return self._schedule
-
-    def _use(self, schedule: Schedule) -> None:
-        """Run this schedule from the next step on. What was learned of messages stays."""
-        self._schedule = schedule
-        self._programs = None
-        self._refresh()
-
-    def _refresh(self) -> "Programs":
-        """Return the programs for the stages as they are now; raises if they would be wrong."""
-        for stage in self._stages.values():
-            stage.refresh()
-        if isinstance(self._pilot, AutoPilot):
-            check_replicas(list(self._stages.values()))
-        compiled = frozenset(i for i, stage in self._stages.items() if stage.is_compiled)
-        known = self._programs
-        if known is None or (known.compiled, known.skips) != (compiled, self._skips):
-            self._programs = Programs.make(
-                self.schedule, self._first.group_rank, compiled, self._skips
-            )
-            before = frozenset() if known is None else known.whole
-            if self._pilot is None:
-                warn_of_compiled(sorted(self._programs.whole - before))
-        assert self._programs is not None
-        if self._has_backward:
-            for index, stage in self._stages.items():
-                stage.check_wrappers(is_split=index in self._programs.split)
-        return self._programs
+        return self._runner.schedule
 
     def step(
         self,
@@ -424,45 +377,19 @@ class Pipeline(Sealed):
                 "step() was called where gradients are disabled, so there would be no backward. "
                 "Call it outside of torch.no_grad(), or call eval()."
             )
-        programs = self._refresh()
-        program = programs.training if has_backward else programs.forward
-        forms = {} if self._is_dynamic else self._forms[has_backward]
-        keeps_outputs = return_outputs and self._holds_last
-        pilot = self._pilot if has_backward else None
-        observer = UNWATCHED if pilot is None else pilot.make_observer()
-        if observer is UNWATCHED and self._recorders:
-            observer = Observer(Meter(self._first.device))
-        is_tied = has_backward and self._ties.stages
-        step = Step(
-            program=program,
-            stages=self._stages,
-            wire=Wire(comm, program, self._first.device, forms, observer.clock),
-            batch=batch,
-            settings=self._settings,
-            losses=Losses(self.loss_fn, batch, loss_weights, has_backward),
+        step = self._runner.run(
+            comm,
+            batch,
+            self._settings,
+            loss_weights,
             has_backward=has_backward,
-            keeps_outputs=keeps_outputs,
+            keeps_outputs=return_outputs and self._holds_last,
             needs_losses=has_backward or losses is not None,
-            tied=TiedGrads(self._ties, self._stages, comm) if is_tied else None,
-            observer=observer,
+            recorders=self._recorders,
         )
-        try:
-            step.run_all()
-        except BaseException as error:
-            if step.tied is not None:
-                step.tied.put_back()
-            if step.current is not None:
-                error.add_note(f"in {in_words(step.current)}, on rank {program.rank}")
-            raise
         if losses is not None:
             losses[:] = step.losses.weighed()
-        for recorder in self._recorders:
-            recorder.take(observer)
-        if pilot is not None:
-            following = pilot.end_step(observer, forms)
-            if following != self._schedule:
-                self._use(following)
-        return [step.outputs[mb] for mb in sorted(step.outputs)] if keeps_outputs else None
+        return [step.outputs[mb] for mb in sorted(step.outputs)] if step.keeps_outputs else None
 
     def _join_run(self) -> None:
         """Be recorded, if this step is in a block that records."""
@@ -474,7 +401,7 @@ class Pipeline(Sealed):
         own = {
             "num_stages": self._first.num_stages,
             "num_microbatches": self.num_microbatches,
-            "schedule": self._describe_schedule(),
+            "schedule": self._runner.describe_schedule(),
             "loss_fn": "none" if self._settings.loss_fn is None else "given",
             "the cut": self._first.cut or "none",
             "record": bool(self._recorders),
@@ -484,24 +411,7 @@ class Pipeline(Sealed):
         is_reduced = any(rank.is_reduced for rank in ranks)
         if self._has_backward and self.scale_grads and self._holds_last and is_reduced:
             check_replicas_are_known(self._replicas)
-        if self._pilot is not None:
-            placement = gathered_placement([rank.held for rank in ranks], self._first.num_stages)
-            self._use(self._pilot.start(comm, self._first.device, placement, self.num_microbatches))
-        self._skips = check_skips([rank.skips for rank in ranks], self.schedule)
-        self._is_dynamic = any(rank.is_dynamic for rank in ranks)
-        self._ties = tie(
-            comm.rank,
-            [rank.claims for rank in ranks],
-            is_one_process=isinstance(self._first.group, LocalGroup),
-        )
-        comm.open(self._refresh().channels | self._ties.channels_of(comm.rank))
-
-    def _describe_schedule(self) -> str:
-        """What all ranks must have been given alike."""
-        if self._pilot is not None:
-            return self._pilot.options
-        digest = hashlib.sha256(self.schedule.to_csv().encode()).hexdigest()[:8]
-        return f"{self.schedule!r} with orders {digest}"
+        self._runner.meet(comm, ranks)
 
     @property
     def _holds_last(self) -> bool:

@@ -56,5 +56,5 @@ def warn_of_compiled(stages: Iterable[StageId]) -> None:
         warnings.warn(
             f"stage {index} is compiled, and the backward of a compiled module cannot be split "
             "yet: it runs full backwards, and leaves the schedule's bubbles to idle.",
-            stacklevel=5,
+            stacklevel=6,
         )

@@ -1,0 +1,166 @@
+"""Runs the steps of a pipeline: their program, those who watch them, and what comes next."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from penstock.comm import AbstractComm, LocalGroup
+from penstock.errors import StageError
+from penstock.ir import Message, Schedule, Skip, StageId
+from penstock.ir.action import in_words
+from penstock.microbatches.loss_weights import LossWeights
+from penstock.runtime.auto.auto_pilot import AutoPilot
+from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
+from penstock.runtime.losses import Losses
+from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.measuring.observer import UNWATCHED, Observer
+from penstock.runtime.messages.forms import Form
+from penstock.runtime.messages.skips import check_skips
+from penstock.runtime.messages.wire import Wire
+from penstock.runtime.pipeline_checks import check_replicas
+from penstock.runtime.rank_facts import RankFacts
+from penstock.runtime.rank_programs import Programs, warn_of_compiled
+from penstock.runtime.recording.recorder import Recorder
+from penstock.runtime.step import Step
+from penstock.runtime.step_settings import Batch, Settings
+from penstock.runtime.tied_parameters import TiedGrads, Ties, tie
+from penstock.stage import PipelineStage
+
+
+class StepRunner:
+    """Keeps what steps of one pipeline have in common: programs, forms of messages, ties.
+
+    `plan` is the schedule of all steps, or a pilot that chooses the schedule of each.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[StageId, PipelineStage],
+        plan: Schedule | AbstractPilot,
+        num_microbatches: int,
+        *,
+        has_backward: bool,
+    ) -> None:
+        self._stages = stages
+        self._first = next(iter(stages.values()))
+        self._num_microbatches = num_microbatches
+        self._has_backward = has_backward
+        self._forms: dict[bool, dict[Message, Form]] = {True: {}, False: {}}
+        self._is_dynamic = False
+        self._ties = Ties({}, {}, frozenset())
+        self._skips: frozenset[Skip] = frozenset()
+        """Those of all ranks, once they have met."""
+        self._schedule: Schedule | None = None
+        self._programs: Programs | None = None
+        self._pilot = plan if isinstance(plan, AbstractPilot) else None
+        if isinstance(plan, Schedule):
+            self._use(plan)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the next step runs."""
+        if self._schedule is None:
+            raise StageError(
+                "the schedule is not known yet: it follows from the stages of all ranks, which "
+                "meet in the first step. Ask for it after that."
+            )
+        return self._schedule
+
+    def describe_schedule(self) -> str:
+        """Return what all ranks must have been given alike, in words."""
+        if self._pilot is not None:
+            return self._pilot.options
+        digest = hashlib.sha256(self.schedule.to_csv().encode()).hexdigest()[:8]
+        return f"{self.schedule!r} with orders {digest}"
+
+    def meet(self, comm: AbstractComm, ranks: Sequence[RankFacts]) -> None:
+        """Learn what the other ranks were given, and open the channels to them."""
+        if self._pilot is not None:
+            placement = gathered_placement([rank.held for rank in ranks], self._first.num_stages)
+            self._use(
+                self._pilot.start(comm, self._first.device, placement, self._num_microbatches)
+            )
+        self._skips = check_skips([rank.skips for rank in ranks], self.schedule)
+        self._is_dynamic = any(rank.is_dynamic for rank in ranks)
+        self._ties = tie(
+            comm.rank,
+            [rank.claims for rank in ranks],
+            is_one_process=isinstance(self._first.group, LocalGroup),
+        )
+        comm.open(self._refresh().channels | self._ties.channels_of(comm.rank))
+
+    def run(
+        self,
+        comm: AbstractComm,
+        batch: Batch,
+        settings: Settings,
+        loss_weights: LossWeights,
+        *,
+        has_backward: bool,
+        keeps_outputs: bool,
+        needs_losses: bool,
+        recorders: Sequence[Recorder],
+    ) -> Step:
+        """Run one batch; returns the step with its outputs and losses."""
+        programs = self._refresh()
+        program = programs.training if has_backward else programs.forward
+        forms = {} if self._is_dynamic else self._forms[has_backward]
+        pilot = self._pilot if has_backward else None
+        observer = UNWATCHED if pilot is None else pilot.make_observer()
+        if observer is UNWATCHED and recorders:
+            observer = Observer(Meter(self._first.device))
+        is_tied = has_backward and self._ties.stages
+        step = Step(
+            program=program,
+            stages=self._stages,
+            wire=Wire(comm, program, self._first.device, forms, observer.clock),
+            batch=batch,
+            settings=settings,
+            losses=Losses(settings.loss_fn, batch, loss_weights, has_backward),
+            has_backward=has_backward,
+            keeps_outputs=keeps_outputs,
+            needs_losses=needs_losses,
+            tied=TiedGrads(self._ties, self._stages, comm) if is_tied else None,
+            observer=observer,
+        )
+        try:
+            step.run_all()
+        except BaseException as error:
+            if step.tied is not None:
+                step.tied.put_back()
+            if step.current is not None:
+                error.add_note(f"in {in_words(step.current)}, on rank {program.rank}")
+            raise
+        for recorder in recorders:
+            recorder.take(observer)
+        if pilot is not None:
+            following = pilot.end_step(observer, forms)
+            if following != self._schedule:
+                self._use(following)
+        return step
+
+    def _use(self, schedule: Schedule) -> None:
+        """Run this schedule from the next step on. What was learned of messages stays."""
+        self._schedule = schedule
+        self._programs = None
+        self._refresh()
+
+    def _refresh(self) -> Programs:
+        """Return the programs for the stages as they are now; raises if they would be wrong."""
+        for stage in self._stages.values():
+            stage.refresh()
+        if isinstance(self._pilot, AutoPilot):
+            check_replicas(list(self._stages.values()))
+        compiled = frozenset(i for i, stage in self._stages.items() if stage.is_compiled)
+        known = self._programs
+        if known is None or (known.compiled, known.skips) != (compiled, self._skips):
+            self._programs = Programs.make(
+                self.schedule, self._first.group_rank, compiled, self._skips
+            )
+            before = frozenset() if known is None else known.whole
+            if self._pilot is None:
+                warn_of_compiled(sorted(self._programs.whole - before))
+        assert self._programs is not None
+        if self._has_backward:
+            for index, stage in self._stages.items():
+                stage.check_wrappers(is_split=index in self._programs.split)
+        return self._programs
