@@ -16,8 +16,8 @@ from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Messag
 from penstock.ir.action import compute_parts
 from penstock.passes import split_backward
 from penstock.runtime.auto.pilot import AbstractPilot
+from penstock.runtime.measuring.action_times import Meter, Timing
 from penstock.runtime.measuring.held_bytes import HeldBytes
-from penstock.runtime.measuring.meter import Meter, Timing
 from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.messages.forms import Form
 

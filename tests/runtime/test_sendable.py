@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from odd_tensors import REFUSED, SENT, Receiver, Sender, Tagged, memory_of, numbers, total
 from penstock import LocalGroup, Pipeline, PipelineStage, local_ranks
-from penstock.comm.pending import values_of, waited
+from penstock.comm.collective_results import values_of, waited
 from penstock.errors import CommError, StageError
 from penstock.runtime.messages.sendable import as_sent, find_fault
 

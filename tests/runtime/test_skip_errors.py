@@ -219,9 +219,9 @@ def test_words_for_a_gradient_of_what_skipped() -> None:
         def describe(action: Backward, context: Any) -> None:
             (entry,) = (e for e in context.program.entries if e.action == action)
             for message in filter(attrgetter("skip"), entry.tasks[0].needs):
-                described.append(context.wire._describe_receive(message))
+                described.append(context.mailbox._describe_receive(message))
             for message in filter(attrgetter("skip"), entry.tasks[0].makes):
-                described.append(context.wire._describe_send(message))
+                described.append(context.mailbox._describe_send(message))
             context.run(action)
 
         pipeline.register_custom_function(Backward, describe)

@@ -356,7 +356,7 @@ def test_what_skipped_a_stage_is_released_when_its_gradient_comes_back() -> None
 
     def count(action: Backward, context: Any) -> None:
         context.run(action)
-        outboxes = context.wire._outboxes
+        outboxes = context.mailbox._outboxes
         held.append([len({key for _, key, _, _ in outboxes[rank].sent}) for rank in (1, 2)])
 
     schedule = schedules.get("1F1B")(num_ranks=3, num_microbatches=m)
@@ -420,7 +420,7 @@ def test_values_that_skip_are_dropped_with_the_backward_of_their_microbatch(
             if action.stage != stage:
                 return
             sent = [
-                key for outbox in context.wire._outboxes.values() for _, key, _, _ in outbox.sent
+                key for outbox in context.mailbox._outboxes.values() for _, key, _, _ in outbox.sent
             ]
             keys = [Message(stage, target, action.mb) for target in module.targets]
             alive[action.mb] = [key for key in keys if key in sent]

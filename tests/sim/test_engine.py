@@ -11,7 +11,7 @@ from penstock.errors import CostError, ScheduleError
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Overlap
 from penstock.passes import add_comms, fuse_backward, split_backward
 from penstock.schedules import REGISTRY, Generator
-from penstock.timeline.report import Report
+from penstock.timeline.bubble_report import Report
 from shapes import make, shapes
 
 every_generator = pytest.mark.parametrize("generator", REGISTRY, ids=lambda each: each.name)

@@ -31,21 +31,17 @@ from penstock.comm.abstract_comm import (
     check_agreement,
 )
 from penstock.comm.channels import OpenChannels
+from penstock.comm.failed_waits import Failures
 from penstock.comm.links import GlooLink, NcclLink, nccl_pair
 from penstock.comm.shared_memory import SharedMemoryLink
 from penstock.errors import (
-    CommError,
-    DeadlineError,
     PipelineError,
     StageError,
 )
 from penstock.ir import Rank
 from penstock.ir.message import Channel
 
-_FAILURE = "failure"
 _GAVE_UP = "gave up"
-# How long a rank whose connection broke looks for a report of why.
-_REPORT_GRACE_S = 2.0
 
 
 class ProcessGroupComm(AbstractComm):
@@ -67,6 +63,7 @@ class ProcessGroupComm(AbstractComm):
         made = f"penstock/made by rank {self.rank}"
         number = store.add(made, 1)
         self._store = distributed_c10d.PrefixStore(f"penstock/{number}", store)
+        self._failures = Failures(self._store, self.rank, timeout_s)
         self._gathered: list[str] = []
         self._is_open = True
         self._links: dict[Rank, AbstractLink] = {}
@@ -82,7 +79,7 @@ class ProcessGroupComm(AbstractComm):
             self.close()
             if isinstance(exc, PipelineError) or not isinstance(exc, OSError | RuntimeError):
                 raise
-            raise self._explain(exc, "a connection to each other rank", 0.0) from exc
+            raise self._failures.explain(exc, "a connection to each other rank", 0.0) from exc
 
     def gather(self, value: Any, what: str = BEGINNING) -> list[Any]:
         """By way of the store: values are few and small, and their sizes differ."""
@@ -98,13 +95,13 @@ class ProcessGroupComm(AbstractComm):
                 values = [pickle.loads(self._store.get(key)) for key in keys]
             except RuntimeError as exc:
                 awaited = f"{self._name_absent(keys)} {what}"
-                raise self._explain(exc, awaited, self._timeout_s) from exc
+                raise self._failures.explain(exc, awaited, self._timeout_s) from exc
             if not any(isinstance(x, str) and x == _GAVE_UP for x in values):
                 return values
             if time.monotonic() >= deadline_s:
                 gone = [rank for rank, x in enumerate(values) if isinstance(x, str)]
                 awaited = f"{_name(gone)} to begin a first step again, after giving up"
-                raise self._explain(TimeoutError(), awaited, self._timeout_s)
+                raise self._failures.explain(TimeoutError(), awaited, self._timeout_s)
             time.sleep(0.05)
 
     def _name_absent(self, keys: list[str]) -> str:
@@ -125,7 +122,7 @@ class ProcessGroupComm(AbstractComm):
             self._links[other].connect(channel, self._timeout_s)
         except (OSError, RuntimeError) as exc:
             awaited = f"rank {other} to connect to rank {self.rank}"
-            raise self._explain(exc, awaited, time.monotonic() - began_s) from exc
+            raise self._failures.explain(exc, awaited, time.monotonic() - began_s) from exc
 
     def copies(self, receiver: Rank) -> bool:
         return self._links[receiver].copies
@@ -135,14 +132,14 @@ class ProcessGroupComm(AbstractComm):
         try:
             return _LinkTransfer(self, self._links[receiver].send(tensor))
         except (OSError, RuntimeError) as exc:
-            raise self._explain(exc, f"rank {receiver} to take a message", 0.0) from exc
+            raise self._failures.explain(exc, f"rank {receiver} to take a message", 0.0) from exc
 
     def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
         self._channels.check(sender, self.rank)
         try:
             return _LinkTransfer(self, self._links[sender].recv(tensor))
         except (OSError, RuntimeError) as exc:
-            raise self._explain(exc, f"a message from rank {sender}", 0.0) from exc
+            raise self._failures.explain(exc, f"a message from rank {sender}", 0.0) from exc
 
     def fail(self, report: str) -> None:
         if not self._is_open:
@@ -150,7 +147,7 @@ class ProcessGroupComm(AbstractComm):
         self._is_open = False
         with contextlib.suppress(RuntimeError):  # The process that keeps the store may have ended.
             # The first report stays: the others follow from it.
-            self._store.compare_set(_FAILURE, "", f"rank {self.rank} failed: {report}")
+            self._failures.report(report)
         self.close()
 
     def close(self) -> None:
@@ -207,38 +204,11 @@ class ProcessGroupComm(AbstractComm):
             try:
                 rank, connection = listener.accept(max(deadline_s - time.monotonic(), 0.001))
             except TimeoutError as exc:
-                raise self._explain(exc, f"{_name(missing)} to connect", self._timeout_s) from exc
+                raise self._failures.explain(
+                    exc, f"{_name(missing)} to connect", self._timeout_s
+                ) from exc
             self._links[rank] = SharedMemoryLink(connection, family)
         listener.close()
-
-    def _explain(self, exc: Exception, awaited: str, waited_s: float) -> CommError:
-        """Why a wait ended in an exception, in words."""
-        is_late = waited_s >= 0.99 * self._timeout_s
-        if report := self._find_report(0.0 if is_late else _REPORT_GRACE_S):
-            return CommError(f"rank {self.rank} stopped waiting for {awaited}, because {report}")
-        if is_late:
-            return DeadlineError(
-                f"rank {self.rank} waited {self._timeout_s:g} s for {awaited}, in vain. "
-                "See what that rank was doing; if it only needed longer, give the pipeline a "
-                "larger timeout."
-            )
-        reason = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-        return CommError(
-            f"rank {self.rank} stopped waiting for {awaited}, because the connection was lost "
-            f"({reason}). The other process has ended without a word: look for it in the logs."
-        )
-
-    def _find_report(self, grace_s: float) -> str:
-        """The first failure that any rank has reported, or nothing."""
-        until_s = time.monotonic() + grace_s
-        try:
-            while not self._store.check([_FAILURE]):
-                if time.monotonic() >= until_s:
-                    return ""
-                time.sleep(0.05)
-            return self._store.get(_FAILURE).decode()
-        except RuntimeError:  # The process that keeps the store has ended.
-            return ""
 
 
 def _name(ranks: list[Rank]) -> str:
@@ -260,4 +230,4 @@ class _LinkTransfer:
             self._work.wait(self._comm._timeout_s)
         except (OSError, RuntimeError) as exc:
             waited_s = time.monotonic() - began_s
-            raise self._comm._explain(exc, described(), waited_s) from exc
+            raise self._comm._failures.explain(exc, described(), waited_s) from exc

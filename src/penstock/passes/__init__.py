@@ -1,7 +1,7 @@
 """Changes and checks of schedules, each a pure function."""
 
 from penstock.passes.backward_halves import fuse_backward, split_backward
-from penstock.passes.communication import add_comms, add_sends, remove_comms
+from penstock.passes.sends_and_skips import add_comms, add_sends, remove_comms
 from penstock.passes.verification import verify
 
 __all__ = ["add_comms", "add_sends", "fuse_backward", "remove_comms", "split_backward", "verify"]

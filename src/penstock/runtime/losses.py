@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comm.pending import values_of, waited
+from penstock.comm.collective_results import values_of, waited
 from penstock.errors import StageError
 from penstock.ir import MicrobatchId
 from penstock.microbatches.loss_weights import LossWeight, LossWeights, find_weights

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.comm.pending import values_of, waited
+from penstock.comm.collective_results import values_of, waited
 from penstock.errors import StageError
 from penstock.ir import (
     Action,
@@ -24,7 +24,7 @@ from penstock.microbatches.hidden_tensors import hides_gradient
 from penstock.runtime.losses import Losses
 from penstock.runtime.measuring.observer import Leaves, Observer
 from penstock.runtime.messages.forms import flatten, unflatten
-from penstock.runtime.messages.wire import Wire
+from penstock.runtime.messages.mailbox import Mailbox
 from penstock.runtime.outside_graphs import OutsideGraphs
 from penstock.runtime.program import Entry, Program, Task
 from penstock.runtime.step_settings import Batch, CustomFunction, Settings
@@ -66,7 +66,7 @@ class Step:
 
     program: Program
     stages: Mapping[StageId, PipelineStage]
-    wire: Wire
+    mailbox: Mailbox
     batch: Batch
     settings: Settings
     losses: Losses
@@ -104,7 +104,7 @@ class Step:
             else:
                 self._run_custom(entry, function)
         self.current = None
-        self.wire.finish()
+        self.mailbox.finish()
         with _without_autocast():
             self._outside.backward()
             if self.tied is not None:
@@ -146,7 +146,7 @@ class Step:
             )
 
     def _send(self, action: Send) -> None:
-        self.wire.send(action.message, *self._made.pop(action.message))
+        self.mailbox.send(action.message, *self._made.pop(action.message))
         self.observer.clock.end(action)
 
     def _run(self, task: Task) -> None:
@@ -227,7 +227,7 @@ class Step:
     def _take_activation(self, message: Message) -> tuple[Leaves, tuple[Any, ...]]:
         """The leaves that a forward differentiates by, and its arguments made of them."""
         if self.program.flow.is_sent(message):
-            form, tensors = self.wire.receive(message)
+            form, tensors = self.mailbox.receive(message)
             for tensor, like in zip(tensors, form.tensors, strict=True):
                 tensor.requires_grad_(like.requires_grad)
             return list(tensors), form.as_arguments(tensors)
@@ -295,7 +295,7 @@ class Step:
         if not self.program.flow.is_sent(message):
             leaves, _ = self._made.pop(message)
             return leaves
-        form, tensors = self.wire.receive(message)
+        form, tensors = self.mailbox.receive(message)
         arriving = iter(tensors)
         return [None if leaf is None else next(arriving) for leaf in form.leaves]
 

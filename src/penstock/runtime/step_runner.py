@@ -11,13 +11,12 @@ from penstock.microbatches.loss_weights import LossWeights
 from penstock.runtime.auto.auto_pilot import AutoPilot
 from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
 from penstock.runtime.losses import Losses
-from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.measuring.action_times import Meter
 from penstock.runtime.measuring.observer import UNWATCHED, Observer
 from penstock.runtime.messages.forms import Form
-from penstock.runtime.messages.skips import check_skips
-from penstock.runtime.messages.wire import Wire
+from penstock.runtime.messages.mailbox import Mailbox
 from penstock.runtime.pipeline_checks import check_replicas
-from penstock.runtime.rank_facts import RankFacts
+from penstock.runtime.rank_facts import RankFacts, check_skips
 from penstock.runtime.rank_programs import Programs, warn_of_compiled
 from penstock.runtime.recording.recorder import Recorder
 from penstock.runtime.step import Step
@@ -112,7 +111,7 @@ class StepRunner:
         step = Step(
             program=program,
             stages=self._stages,
-            wire=Wire(comm, program, self._first.device, forms, observer.clock),
+            mailbox=Mailbox(comm, program, self._first.device, forms, observer.clock),
             batch=batch,
             settings=settings,
             losses=Losses(settings.loss_fn, batch, loss_weights, has_backward),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from penstock.backward.structure import describe
 from penstock.comm import AbstractComm, Describe, Transfer
 from penstock.comm.channels import both_ways
-from penstock.comm.pending import waited
+from penstock.comm.collective_results import waited
 from penstock.errors import AgreementError, StageError
 from penstock.ir import Rank, StageId
 from penstock.ir.message import Channel

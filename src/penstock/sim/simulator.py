@@ -23,7 +23,7 @@ from penstock.passes import add_comms
 from penstock.passes.held_memory import check_stages, whole_shares
 from penstock.passes.verification import check_orders
 from penstock.timeline import Report, Timeline
-from penstock.timeline.report import make_report
+from penstock.timeline.bubble_report import make_report
 
 
 def simulate(

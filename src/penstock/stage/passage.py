@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.backward import PendingBackward, stage_backward
-from penstock.comm.pending import values_of
+from penstock.comm.collective_results import values_of
 from penstock.errors import StageError
 from penstock.torch_private import REGISTER_PYTREE_NODE, pytree
 

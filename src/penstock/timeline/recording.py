@@ -13,8 +13,8 @@ from penstock.costs.json_format import Format
 from penstock.errors import PipelineError, RecordError
 from penstock.ir import Schedule
 from penstock.passes.verification import verify
+from penstock.timeline.bubble_report import Report, make_report
 from penstock.timeline.costs_of_recording import recorded_costs
-from penstock.timeline.report import Report, make_report
 from penstock.timeline.timeline import Timeline
 
 _FORMAT = Format(

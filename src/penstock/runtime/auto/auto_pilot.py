@@ -24,8 +24,8 @@ from penstock.ir import Message, Placement, Schedule, StageId
 from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.auto.next_schedule import NextSchedule, choose_next
 from penstock.runtime.auto.pilot import AbstractPilot
+from penstock.runtime.measuring.action_times import Meter
 from penstock.runtime.measuring.measuring_steps import Measuring, Share, join, receipt_s
-from penstock.runtime.measuring.meter import Meter
 from penstock.runtime.measuring.observer import UNWATCHED, Observer
 from penstock.runtime.messages.forms import Form
 from penstock.sim.simulator import duration

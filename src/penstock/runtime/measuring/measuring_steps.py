@@ -25,9 +25,9 @@ from penstock.ir import (
 )
 from penstock.ir.action import SingleCompute
 from penstock.passes import split_backward
+from penstock.runtime.measuring.action_times import Meter, Timing
 from penstock.runtime.measuring.held_bytes import HeldBytes
 from penstock.runtime.measuring.message_times import Edge, measure_edges
-from penstock.runtime.measuring.meter import Meter, Timing
 from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.messages.forms import Form
 

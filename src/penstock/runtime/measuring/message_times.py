@@ -13,7 +13,7 @@ from penstock.comm import AbstractComm, Transfer
 from penstock.comm.decisions import recv_value, send_value
 from penstock.costs import EdgeCost
 from penstock.ir import Message, Placement, Rank
-from penstock.runtime.measuring.meter import now_s
+from penstock.runtime.measuring.action_times import now_s
 from penstock.runtime.messages.forms import Form
 
 _NUM_PINGS = 9

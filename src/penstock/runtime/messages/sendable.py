@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.backward.settling import PLAIN_TYPES
-from penstock.comm.pending import waited
+from penstock.comm.collective_results import waited
 from penstock.errors import StageError
 from penstock.torch_private import is_functional_tensor, is_functorch_wrapped_tensor
 

@@ -11,7 +11,7 @@ from penstock.comm import AbstractComm, check_agreement
 from penstock.comm.decisions import decide
 from penstock.ir import Placement, Schedule
 from penstock.ir.action import SingleCompute
-from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.measuring.action_times import Meter
 from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.recording.clocks import seconds_ahead
 from penstock.timeline import RecordedStep, Recording, Timeline

@@ -27,7 +27,7 @@ from penstock.torch_private import pytree
 _POSTED_AHEAD = 2
 
 
-class Wire:
+class Mailbox:
     """The messages of one step. `forms` holds the forms that both ends know; it is added to."""
 
     def __init__(

@@ -21,7 +21,7 @@ def test_sent_activation_is_released_when_its_gradient_comes_back() -> None:
 
     def count(action: Backward, context: Any) -> None:
         context.run(action)
-        held.append(sum(len(outbox.sent) for outbox in context.wire._outboxes.values()))
+        held.append(sum(len(outbox.sent) for outbox in context.mailbox._outboxes.values()))
 
     def main(group: LocalGroup) -> None:
         stage = PipelineStage(nn.Linear(4, 4), group.rank, 2, "cpu", group=group)
