@@ -52,8 +52,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     make = penstock.schedules.get("ZB-V")
     schedule = make(num_ranks=dist.get_world_size(), num_microbatches=4)
-    pipe = penstock.cut_between_modules(make_model(), schedule.num_stages)
-    stages = [pipe.build_stage(i, "cpu") for i in schedule.placement.stages_of(dist.get_rank())]
+    pieces = penstock.cut_between_modules(make_model(), schedule.num_stages)
+    stages = [pieces.build_stage(i, "cpu") for i in schedule.placement.stages_of(dist.get_rank())]
     pipeline = penstock.Pipeline(stages, schedule, loss_fn=nn.functional.cross_entropy)
     weights = [weight for stage in stages for weight in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=RATE)

@@ -37,13 +37,13 @@ tokens, mask = torch.randint(32, (8, 5)), torch.ones(8, 5, 1)
 
 # The example is one microbatch: 8 samples in 4 microbatches are 2 each.
 balanced = penstock.Balanced(schedule.num_stages, placement=schedule.placement)
-pipe = penstock.cut(model, (tokens[:2],), {"mask": mask[:2]}, split_policy=balanced)
-print(pipe.info())
+pieces = penstock.cut(model, (tokens[:2],), {"mask": mask[:2]}, split_policy=balanced)
+print(pieces.info())
 
 
 def run_rank(group: penstock.LocalGroup) -> list[float]:
     held = schedule.placement.stages_of(group.rank)
-    stages = [pipe.build_stage(stage, "cpu", group) for stage in held]
+    stages = [pieces.build_stage(stage, "cpu", group) for stage in held]
     pipeline = penstock.Pipeline(stages, schedule, loss_fn=loss_fn)
     optimizer = torch.optim.SGD([w for s in stages for w in s.submod.parameters()], lr=0.5)
     history = []
@@ -64,6 +64,6 @@ print("losses:", " ".join(f"{loss:.2f}" for loss in history))
 
 whole = Net()
 state = {}
-for stage in range(pipe.num_stages):
-    state |= pipe.get_stage_module(stage).state_dict()
+for stage in range(pieces.num_stages):
+    state |= pieces.get_stage_module(stage).state_dict()
 print("loads into the whole model:", whole.load_state_dict(state))

@@ -28,9 +28,9 @@ def train(replica: int, pipeline_group: dist.ProcessGroup, same_stages: dist.Pro
     schedule = penstock.schedules.get("ZB-V")(
         num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES
     )
-    pipe = penstock.cut_between_modules(make_model(), schedule.num_stages)
+    pieces = penstock.cut_between_modules(make_model(), schedule.num_stages)
     held = schedule.placement.stages_of(rank)
-    stages = [pipe.build_stage(i, "cpu", pipeline_group) for i in held]
+    stages = [pieces.build_stage(i, "cpu", pipeline_group) for i in held]
     modules = [stage.submod for stage in stages]
     for stage in stages:  # Reduces a stage's gradients as soon as its last one is there.
         stage.submod = DistributedDataParallel(stage.submod, process_group=same_stages)

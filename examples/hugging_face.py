@@ -39,15 +39,15 @@ def main() -> None:
     tokens = torch.arange(BATCH * TOKENS).reshape(BATCH, TOKENS) % 256
     microbatch = tokens[: BATCH // NUM_MICROBATCHES]
     model = make_model()
-    pipe = penstock.cut(
+    pieces = penstock.cut(
         model,
         mb_kwargs={"input_ids": microbatch, "labels": microbatch, "use_cache": False},
         split_policy=penstock.Balanced(schedule.num_stages, placement=schedule.placement),
     )
     if rank == 0:
-        print(pipe.info(), flush=True)
-    stages = [pipe.build_stage(i, "cpu") for i in schedule.placement.stages_of(rank)]
-    del model, pipe  # With them go the stages of the other ranks.
+        print(pieces.info(), flush=True)
+    stages = [pieces.build_stage(i, "cpu") for i in schedule.placement.stages_of(rank)]
+    del model, pieces  # With them go the stages of the other ranks.
     gc.collect()
 
     pipeline = penstock.Pipeline(stages, schedule, loss_fn=loss_of)

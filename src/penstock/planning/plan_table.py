@@ -27,7 +27,7 @@ class PlanRow:
     partition: Partition | None
     """The layers of each stage; None if the stages were given."""
     cut_points: tuple[str, ...]
-    """The first layer of each later stage, for `penstock.split`; none if the stages were given."""
+    """The first layer of each later stage, for `cut_between_modules`; none if stages were given."""
     costs: CostTable
     """What the stages cost for one microbatch."""
     parameter_memory: tuple[float, ...]
@@ -46,7 +46,7 @@ class PlanRow:
 
     @property
     def split_spec(self) -> dict[str, SplitPoint]:
-        """The cut as `penstock.pipeline` takes it."""
+        """The cut as `penstock.cut` takes it."""
         return dict.fromkeys(self.cut_points, SplitPoint.BEGINNING)
 
     @property

@@ -46,7 +46,8 @@ def plan(
     `what` is one of
     - a model; `batch` and `kwargs` are its arguments for a whole batch. Costs are counted from
       shapes, on the meta device too: as operations, or as seconds if `speed` says how many a rank
-      does in one. With `measure` they are measured here. `layers` is as in `penstock.split`.
+      does in one. With `measure` they are measured here. `layers` is as in
+      `penstock.cut_between_modules`.
     - costs of layers for microbatches of `mb_size` samples; `batch` is a number of samples.
     - a table of stages, with `mb_size` and `batch` likewise; `memory` is for activations alone.
 
