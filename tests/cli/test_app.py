@@ -28,11 +28,11 @@ def test_without_arguments_the_help_is_shown() -> None:
     assert {*COMMANDS} <= {line.split()[0] for line in run().lines if line.startswith("  ")}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_has_examples_on_lines_of_their_own(command: str) -> None:
-    lines = run(command, "--help").lines
-    examples = [line for line in lines if line.startswith(f"  penstock {command}")]
-    assert 2 <= len(examples) <= 4
+def test_help_of_a_command_has_examples_on_lines_of_their_own() -> None:
+    for command in COMMANDS:
+        lines = run(command, "--help").lines
+        examples = [line for line in lines if line.startswith(f"  penstock {command}")]
+        assert 2 <= len(examples) <= 4, command
 
 
 @pytest.mark.parametrize("command", SCHEDULES)
@@ -71,7 +71,6 @@ def make_files() -> None:
         (["show"], 2, "Missing argument 'NAME'."),
         (["show", "1F1B", "--colour"], 2, "No such option"),
         (["show", "1F1B", "-p", "0"], 2, "'--ranks' / '-p'"),
-        (["simulate", "1F1B", "-m", "-3"], 2, "'--microbatches' / '-m'"),
         (["simulate", "1F1B", "-m", "many"], 2, "'--microbatches' / '-m'"),
         (["compare", "--clock", "sun"], 2, "'--clock'"),
         (["show", "ZBW"], 1, "There is no schedule named 'ZBW'. Did you mean ZB-V?"),
@@ -113,14 +112,11 @@ def test_reader_that_has_had_enough_is_no_error(command: str) -> None:
     "args",
     [
         ["show", "ZB-V", "1F1B"],
-        ["simulate", "ZB-V"],
-        ["compare", "--no-search"],
         ["search", "-m", "2"],
         ["convert", "ZB-V", "--comms"],
         ["list", "--json"],
         ["--help"],
         ["train", "--help"],
-        ["demo", "--help"],
         ["plan", "--help"],
     ],
 )
@@ -203,7 +199,6 @@ def test_interrupt_is_told_in_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["simulate", "1F1B", "-m", "1000000000"], "--ranks is 4 and --microbatches 1000000000."),
         (["show", "1F1B", "-p", "100000"], "--ranks is 100000 and --microbatches 8."),
-        (["compare", "-p", "100000"], "--ranks is 100000 and --microbatches 8."),
         (["train", "-p", "100000000"], "--ranks is 100000000 and --microbatches 8."),
         (["show", "1F1B", "--costs", "1e308,1,1"], "--costs is 1e308,1,1. Expected times that are"),
         (["show", "1F1B", "--delay", "1e308"], "Invalid value for '--delay'"),

@@ -184,9 +184,7 @@ def test_search_prints_the_schedule_alone_into_a_pipe() -> None:
     [
         (["--placement", "v"], {"V, 2 per rank"}),
         (["--placement", "loop", "-v", "3"], {"loop, 3 per rank"}),
-        (["--placement", "loop", "--placement", "v"], {"V, 2 per rank", "loop, 2 per rank"}),
         (["-v", "2"], {"V, 2 per rank", "loop, 2 per rank"}),
-        (["--placement", "linear"], {"linear"}),
         (["--placement", "linear", "--placement", "v"], {"linear", "V, 2 per rank"}),
         ([], {"linear", "V, 2 per rank", "loop, 2 per rank"}),
     ],
@@ -223,12 +221,12 @@ def record(path: Path, name: str) -> None:
     Recording((RecordedStep(0, simulate(schedule, costs).timeline),)).save(path)
 
 
-@pytest.mark.parametrize("command", ["compare", "search"])
+@pytest.mark.parametrize("command", [["compare", "--no-search"], ["search", "--effort", "0.05"]])
 def test_recorded_costs_say_how_many_ranks_and_microbatches_there_are(
-    command: str, tmp_path: Path
+    command: list[str], tmp_path: Path
 ) -> None:
     record(tmp_path / "run.json", "ZB-V")
-    lines = run(command, "--costs", tmp_path / "run.json").lines
+    lines = run(*command, "--costs", tmp_path / "run.json").lines
     assert "V, 2 per rank" in lines[1] or "loop, 2 per rank" in lines[1]
     assert " ms " in lines[1] or " s " in lines[1]
 

@@ -30,7 +30,6 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         CostTable.uniform(num_stages).save(f"costs{num_stages}.json")
 
 
-@pytest.mark.parametrize("command", ["show", "verify"])
 @pytest.mark.parametrize(
     ("file", "expected"),
     [
@@ -44,25 +43,23 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("-", "standard input: line 1, cell 1: the text is empty."),
     ],
 )
-def test_file_that_holds_no_schedule(command: str, file: str, expected: str) -> None:
-    ran = run(command, file)
+def test_file_that_holds_no_schedule(file: str, expected: str) -> None:
+    ran = run("verify", file)
     assert (1, "") == (ran.code, ran.out)
     assert ran.error.startswith(expected)
 
 
-@pytest.mark.parametrize("command", ["simulate", "convert", "compare"])
+@pytest.mark.parametrize("command", ["show", "simulate", "convert", "compare"])
 def test_file_is_read_alike_by_every_command(command: str) -> None:
-    assert run("show", "twice.csv").error == run(command, "twice.csv").error
+    assert run("verify", "twice.csv").error == run(command, "twice.csv").error
 
 
 @pytest.mark.parametrize(
     ("costs", "expected"),
     [
         ("1,1", "--costs is '1,1', which is neither a file nor three numbers."),
-        ("1,one,1", "--costs is '1,one,1', which is neither a file nor three numbers."),
         ("missing.json", "--costs is 'missing.json', which is neither a file nor"),
         ("-1,1,1", "--costs is -1,1,1. Expected times that are not negative, up to 1e+15."),
-        ("inf,1,1", "--costs is inf,1,1. Expected times that are not negative, up to 1e+15."),
         ("good.csv", "good.csv holds no costs that can be read: The text is no JSON"),
         ("table.json", "table.json holds no costs that can be read: The text is of the format"),
         ("recording.json", "recording.json holds no costs that can be read: The text is of ver"),
@@ -80,7 +77,6 @@ def test_delay_that_is_given_stands_in_place_of_those_of_the_file() -> None:
     assert run("simulate", "1F1B").lines != slow
 
 
-@pytest.mark.parametrize("command", [["convert", "good.csv"], ["search", "-m", "2"]])
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
@@ -89,8 +85,13 @@ def test_delay_that_is_given_stands_in_place_of_those_of_the_file() -> None:
         ("/proc/a.csv", "/proc/a.csv cannot be written: No such file or directory."),
     ],
 )
-def test_output_that_cannot_be_written(command: list[str], output: str, expected: str) -> None:
-    assert run(*command, "-o", output).error.startswith(expected)
+def test_output_that_cannot_be_written(output: str, expected: str) -> None:
+    assert run("convert", "good.csv", "-o", output).error.startswith(expected)
+
+
+def test_output_of_a_search_is_checked_before_it() -> None:
+    error = run("search", "-m", 2, "-o", "missing/a.csv").error
+    assert error.startswith("--output is missing/a.csv, but there is no folder missing.")
 
 
 def test_output_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +128,7 @@ def test_shape_that_is_not_the_files_is_refused(args: list[str], expected: str) 
     assert run("simulate", "good.csv", "-p", 4, "-m", 8).lines
 
 
-@pytest.mark.parametrize(
-    "memory", ["much", "4x", "0", "-4", "nan", "1e999", "1e12TB", "", "4,,4", "4 4"]
-)
+@pytest.mark.parametrize("memory", ["much", "4x", "0", "1e12TB", "4,,4"])
 def test_memory_that_is_no_amount_is_refused(memory: str) -> None:
     assert (
         "Expected a number above 0, up to 1e+15, with or without a unit"

@@ -44,17 +44,16 @@ def test_memory_is_one_and_messages_take_no_time_if_nothing_is_given() -> None:
 
 
 @pytest.mark.parametrize("name", ["after_forward", "after_input", *EDGE_FIELDS])
-@pytest.mark.parametrize("value", [2, 2.5])
-def test_one_number_stands_for_every_stage_or_edge(name: str, value: float) -> None:
+def test_one_number_stands_for_every_stage_or_edge(name: str) -> None:
     count = 2 if name in EDGE_FIELDS else 3
-    assert (value,) * count == getattr(table(**{name: value}), name)
+    assert (2.5,) * count == getattr(table(**{name: 2.5}), name)
 
 
-@pytest.mark.parametrize("name", [*STAGE_FIELDS, *EDGE_FIELDS])
-def test_values_are_kept_in_order_whatever_holds_them(name: str) -> None:
-    expected = (2.0, 3.0) if name in EDGE_FIELDS else (2.0, 3.0, 4.0)
-    for values in (expected, list(expected), iter(expected)):
-        assert expected == getattr(table(**{name: values}), name)
+def test_values_are_kept_in_order_whatever_holds_them() -> None:
+    for name in (*STAGE_FIELDS, *EDGE_FIELDS):
+        expected = (2.0, 3.0) if name in EDGE_FIELDS else (2.0, 3.0, 4.0)
+        for values in (expected, list(expected), iter(expected)):
+            assert expected == getattr(table(**{name: values}), name), name
 
 
 def test_transfer_is_the_bytes_by_the_bandwidth_of_each_edge() -> None:
@@ -68,13 +67,10 @@ def test_single_stage_has_no_edges() -> None:
     assert costs == CostTable.uniform(1, delay=7)
 
 
-@pytest.mark.parametrize("stages_per_rank", [1, 2, 4])
-def test_uniform_costs_are_those_of_a_whole_rank_divided_by_its_stages(
-    stages_per_rank: int,
-) -> None:
+def test_uniform_costs_are_those_of_a_whole_rank_divided_by_its_stages() -> None:
     costs = CostTable.uniform(
         4,
-        stages_per_rank=stages_per_rank,
+        stages_per_rank=4,
         forward=8,
         backward_input=12,
         backward_weight=16,
@@ -87,12 +83,12 @@ def test_uniform_costs_are_those_of_a_whole_rank_divided_by_its_stages(
         overlap_saving=0.5,
     )
     expected = CostTable(
-        forward=[8 / stages_per_rank] * 4,
-        backward_input=[12 / stages_per_rank] * 4,
-        backward_weight=[16 / stages_per_rank] * 4,
-        backward=[20 / stages_per_rank] * 4,
-        after_forward=24 / stages_per_rank,
-        after_input=4 / stages_per_rank,
+        forward=[2] * 4,
+        backward_input=[3] * 4,
+        backward_weight=[4] * 4,
+        backward=[5] * 4,
+        after_forward=6,
+        after_input=1,
         # A message is as long as it was: it carries what one stage hands to the next.
         delay=[3] * 3,
         message_bytes=[5] * 3,
@@ -118,13 +114,15 @@ def test_costs_can_be_compared_and_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize("name", [*STAGE_FIELDS[1:], *EDGE_FIELDS])  # forward is what counts.
-@pytest.mark.parametrize("count", [0, 1, 4])
-def test_wrong_number_of_values_is_rejected(name: str, count: int) -> None:
+def test_wrong_number_of_values_is_rejected(name: str) -> None:
     expected = 2 if name in EDGE_FIELDS else 3
     kind = "edge" if name in EDGE_FIELDS else "stage"
-    message = f"{name} has {count} values, but forward has 3. Expected {expected}: one per {kind}."
-    with pytest.raises(CostError, match=f"^{re.escape(message)}$"):
-        table(**{name: [1.0] * count})
+    for count in (1, 4):
+        message = (
+            f"{name} has {count} values, but forward has 3. Expected {expected}: one per {kind}."
+        )
+        with pytest.raises(CostError, match=f"^{re.escape(message)}$"):
+            table(**{name: [1.0] * count})
 
 
 def test_wrong_number_of_forwards_is_rejected_by_what_they_are_compared_with() -> None:
@@ -140,8 +138,14 @@ def test_no_stage_is_rejected() -> None:
         CostTable.uniform(0)
 
 
-@pytest.mark.parametrize("value", [-1.0, -1e-300, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", [*STAGE_FIELDS, "delay", "message_bytes"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, -1e-300) for name in (*STAGE_FIELDS, "delay", "message_bytes")),
+        ("forward", math.inf),
+        ("forward", math.nan),
+    ],
+)
 def test_value_that_is_negative_or_not_finite_is_rejected(name: str, value: float) -> None:
     values: Iterable[float] = [1.0, value] if name in EDGE_FIELDS else [1.0, value, 1.0]
     message = f"{name}[1] is {value}. Expected a finite number that is not negative."
@@ -149,38 +153,37 @@ def test_value_that_is_negative_or_not_finite_is_rejected(name: str, value: floa
         table(**{name: values})
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, -math.inf, math.nan])
+@pytest.mark.parametrize("value", [0.0, math.nan])
 def test_bandwidth_that_is_not_positive_is_rejected(value: float) -> None:
     message = f"bandwidth[0] is {value}. Expected a positive number, or math.inf."
     with pytest.raises(CostError, match=f"^{re.escape(message)}$"):
         table(bandwidth=value)
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.1, math.inf, math.nan])
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
 def test_overlap_saving_beyond_a_share_is_rejected(value: float) -> None:
     message = f"overlap_saving is {value}. Expected a share between 0 and 1."
     with pytest.raises(CostError, match=f"^{re.escape(message)}$"):
         table(overlap_saving=value)
 
 
-@pytest.mark.parametrize("name", [*STAGE_FIELDS, "delay", "message_bytes"])
-def test_zero_costs_are_allowed(name: str) -> None:
-    values = [0.0] * (2 if name in EDGE_FIELDS else 3)
-    assert tuple(values) == getattr(table(**{name: values}), name)
+def test_zero_costs_and_saving_all_are_allowed() -> None:
+    for name in (*STAGE_FIELDS, "delay", "message_bytes"):
+        values = [0.0] * (2 if name in EDGE_FIELDS else 3)
+        assert tuple(values) == getattr(table(**{name: values}), name), name
+    assert 1.0 == table(overlap_saving=1.0).overlap_saving
 
 
-@pytest.mark.parametrize("stages_per_rank", [0, -1])
-def test_uniform_costs_need_a_stage_per_rank(stages_per_rank: int) -> None:
-    message = f"stages_per_rank is {stages_per_rank}. Expected at least 1."
-    with pytest.raises(CostError, match=message):
-        CostTable.uniform(2, stages_per_rank=stages_per_rank)
+def test_uniform_costs_need_a_stage_per_rank() -> None:
+    with pytest.raises(CostError, match=r"^stages_per_rank is 0\. Expected at least 1\.$"):
+        CostTable.uniform(2, stages_per_rank=0)
 
 
 def test_numpy_number_stands_for_all_stages() -> None:
     assert (2.0, 2.0) == CostTable.uniform(2, after_forward=np.float32(2)).after_forward
 
 
-@pytest.mark.parametrize("kind", [np.float32, np.int32, np.uint8, Fraction])
+@pytest.mark.parametrize("kind", [np.float32, np.uint8, Fraction])
 def test_numbers_of_other_kinds_become_python_s_own(kind: type) -> None:
     """Sums of float32 are rounded more, those of uint8 wrap."""
     costs = CostTable(

@@ -1,10 +1,13 @@
 """Costs that are given along the model, whatever the placement."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.costs.given_costs import ShareCosts
+from penstock import CostTable, schedules
+from penstock.costs.given_costs import ShareCosts, TableCosts
 from penstock.ir import Placement
 
 
@@ -35,6 +38,18 @@ def test_ranks_with_different_numbers_of_stages_have_equal_shares() -> None:
     placement = Placement([0, 1, 1, 0, 1])
     costs = ShareCosts(forward=(6.0,)).table(placement)
     assert (3.0, 2.0, 2.0, 3.0, 2.0) == costs.forward
+
+
+def test_table_of_other_stages_has_the_mean_time_of_messages_between_ranks() -> None:
+    costs = CostTable.uniform(4, forward=3.0)
+    costs = replace(costs, delay=(1, 5, 2), message_bytes=(2, 0, 4), bandwidth=(4, 1, 4))
+    each_its_own = TableCosts(costs).table(Placement.linear(2))
+    assert (pytest.approx((1.5 + 5 + 3) / 3),) == each_its_own.delay
+    assert (6.0, 6.0) == each_its_own.forward
+    # The second edge is within rank 1, where a message takes no time.
+    recorded = schedules.get("ZB-V")(num_ranks=2, num_microbatches=2)
+    in_a_v = TableCosts(costs, schedule=recorded).table(Placement.linear(2))
+    assert ((1.5 + 3) / 2,) == in_a_v.delay
 
 
 @given(

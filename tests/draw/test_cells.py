@@ -13,9 +13,7 @@ from penstock.timeline import MemoryPoint
 
 PANELS = [
     panel("1F1B"),
-    panel("GPipe", 4, 3),
     panel("ZB-H1", 8, 100),
-    panel("ZB-V", 4, 50),
     panel("Interleaved1F1B", 4, 16),
     overlap_panel(4, 30),
     unit_panel(),
@@ -32,7 +30,7 @@ def test_slots_cover_the_whole_time(drawn: Panel) -> None:
 
 
 @pytest.mark.parametrize("drawn", PANELS, ids=lambda one: one.title)
-@pytest.mark.parametrize("width", [7, 40, 83, 400])
+@pytest.mark.parametrize("width", [7, 83])
 def test_each_look_has_as_many_characters_as_time(drawn: Panel, width: int) -> None:
     scale = Scale(drawn.report.makespan / width, width)
     for rank in range(len(drawn.report.ranks)):
@@ -89,12 +87,12 @@ def test_memory_shows_the_most_that_is_held_in_a_slice() -> None:
     assert " ▇▃▁" == memory_levels(points, 7, Scale(1.0, 4), 4.0)
 
 
-@pytest.mark.parametrize("width", range(20, 60))
-def test_axis_is_as_wide_as_its_lanes(width: int) -> None:
+def test_axis_is_as_wide_as_its_lanes() -> None:
     for drawn in (panel(), unit_panel()):
-        line = axis(drawn, Scale(drawn.report.makespan / width, width))
-        assert width == len(line)
-        assert line.startswith("|0")
+        for width in range(20, 60):
+            line = axis(drawn, Scale(drawn.report.makespan / width, width))
+            assert width == len(line)
+            assert line.startswith("|0")
 
 
 def test_axis_has_round_times() -> None:

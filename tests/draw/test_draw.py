@@ -60,7 +60,7 @@ def test_no_panels_are_rejected(tmp_path: Path) -> None:
         draw.show([])
 
 
-@pytest.mark.parametrize("suffix", ["html", "json", "png", "svg"])
+@pytest.mark.parametrize("suffix", ["html", "svg"])
 def test_path_that_cannot_be_written_is_named(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "missing" / f"a.{suffix}"
     with pytest.raises(DrawError, match=r"No such file or directory\. Give a path in") as caught:

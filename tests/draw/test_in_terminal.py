@@ -96,8 +96,8 @@ def test_overlap_without_room_for_two_letters_is_a_sign() -> None:
     assert "F&b" not in drawing
 
 
-@pytest.mark.parametrize("width", [40, 41, 61, 80, 100, 133, 250])
-@pytest.mark.parametrize("name", ["1F1B", "ZB-V", "DualPipeV", "ForwardOnly"])
+@pytest.mark.parametrize("width", [40, 61, 250])
+@pytest.mark.parametrize("name", ["1F1B", "DualPipeV"])
 def test_no_line_is_wider_than_asked(name: str, width: int) -> None:
     drawing = text(panel(name), unit_panel("ZB-H1"), width=width)
     assert all(cell_len(line) <= width for line in drawing.splitlines())
@@ -108,7 +108,7 @@ def test_figures_end_at_the_width() -> None:
     assert [97] * 4 == [len(row) for row in rows if row.startswith("rank")]
 
 
-@pytest.mark.parametrize("width", [-1, 0, 1, 39])
+@pytest.mark.parametrize("width", [-1, 39])
 def test_width_that_is_too_small_draws_as_40(width: int) -> None:
     console = Console(width=40, color_system=None, file=io.StringIO())
     console.print(terminal([panel()], width=width, colour=False))

@@ -60,10 +60,6 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: GPIPE(num_ranks="2", num_microbatches=4),
         "num_ranks is '2'. Expected a whole number.",
     ),
-    "part of a microbatch, generated": (
-        lambda: GPIPE(num_ranks=2, num_microbatches=4.0),
-        "num_microbatches is 4.0. Expected a whole number.",
-    ),
     "one time for all stages": (
         lambda: CostTable(forward=1.0, backward_input=[1], backward_weight=[1]),
         "forward is 1.0. Expected one number per stage; "

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.ir import Overlap, Placement, Schedule
-from penstock.passes import add_comms, remove_comms, split_backward, verify
+from penstock.passes import add_comms, add_sends, remove_comms, split_backward, verify
 from penstock.schedules import REGISTRY
 from penstock.schedules.generator import Generator
 
@@ -136,3 +136,10 @@ def test_removing_keeps_placement_and_microbatches() -> None:
     removed = remove_comms(schedule)
     assert (Placement([1, 0]), 7) == (removed.placement, removed.num_microbatches)
     assert () == removed.orders[0]
+
+
+@pytest.mark.parametrize("skip", [(0, 1), (1, 0), (0, 3), (-1, 2)])
+def test_skip_that_cannot_be_is_rejected(skip: tuple[int, int]) -> None:
+    schedule = Schedule.from_csv("0F0\n1F0\n2F0\n")
+    with pytest.raises(ScheduleError, match=r"skips has .* Expected stages from 0 to 2"):
+        add_sends(schedule, [skip])

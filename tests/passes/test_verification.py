@@ -139,6 +139,10 @@ REJECTED = {
         "0F0\n1F0,1B0\n",
         f"rank 0, position 1: 0B0, or 0I0 and 0W0, is missing\n  0F0 >end<\n{complete(1)}",
     ),
+    "missing backward of a stage behind the last rank": (
+        "0F0,3F0,3B0,0B0\n1F0,2F0,1B0\n",
+        f"rank 1, position 3: 2B0, or 2I0 and 2W0, is missing\n  1F0 2F0 1B0 >end<\n{complete(1)}",
+    ),
     "missing weight backward": (
         "0F0,0I0\n",
         f"rank 0, position 2: 0W0 is missing\n  0F0 0I0 >end<\n{complete(1)}",
@@ -174,11 +178,6 @@ NO_MICROBATCH = "The schedule has microbatches 0 to 2."
         (BackwardWeight(0, -1), "0W-1 is of microbatch -1, which does not exist", NO_MICROBATCH),
         (BackwardInput(1, 0), "1I0 is of stage 1, which is on rank 1", HOLDER),
         (Overlap(Forward(0, 1), Backward(1, 0)), "1B0 is of stage 1, which is on rank 1", HOLDER),
-        (
-            Overlap(Forward(0, 9), Backward(0, 0)),
-            "0F9 is of microbatch 9, which does not exist",
-            NO_MICROBATCH,
-        ),
         (Send(Message(2, 3, 0)), "2SEND_F0 is of stage 2, which does not exist", NO_STAGE),
         (
             Recv(Message(-1, 0, 3)),

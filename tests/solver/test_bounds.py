@@ -8,7 +8,7 @@ from problems import random_problem
 
 from fuzzing import IS_LONG
 from penstock import CostTable, Placement, simulate
-from penstock.solver import Problem, lower_bound
+from penstock.solver import Problem, lower_bound, search
 from penstock.solver.annealing import anneal
 from penstock.solver.dispatch_policies import grid
 from penstock.solver.dispatching import dispatch
@@ -39,22 +39,22 @@ def design_bound(problem: Problem) -> float:
     return max(bounds)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_bound_is_no_less_than_that_of_the_design(seed: int) -> None:
-    problem = random_problem(seed, num_microbatches=(2, 12))
-    if problem.num_stages == problem.num_ranks and problem.caps[0] < float("inf"):
-        assert lower_bound(problem) >= design_bound(problem) * (1 - 1e-12)
+@pytest.mark.fuzz
+def test_bound_is_no_less_than_that_of_the_design() -> None:
+    for seed in range(2000 if IS_LONG else 50):
+        problem = random_problem(seed, num_microbatches=(2, 12))
+        if problem.num_stages == problem.num_ranks and problem.caps[0] < float("inf"):
+            assert lower_bound(problem) >= design_bound(problem) * (1 - 1e-12), seed
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("fuses", [False, True])
-@pytest.mark.parametrize("seed", range(1000 if IS_LONG else 60))
-def test_no_schedule_that_is_found_beats_the_bound(seed: int, fuses: bool) -> None:
+@pytest.mark.parametrize("seed", range(2000 if IS_LONG else 24))
+def test_no_schedule_that_is_found_beats_the_bound(seed: int) -> None:
     problem = random_problem(
         seed,
         num_ranks=(1, 5),
         num_microbatches=(1, 9),
-        fuses=fuses,
+        fuses=seed % 2 == 0,
         leaves_more=seed % 3 == 0,
     )
     least = lower_bound(problem) * (1 - 1e-9)
@@ -70,15 +70,14 @@ def test_no_schedule_that_is_found_beats_the_bound(seed: int, fuses: bool) -> No
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("fuses", [False, True])
-@pytest.mark.parametrize("seed", range(300 if IS_LONG else 20))
-def test_the_best_schedule_does_not_beat_the_bound(seed: int, fuses: bool) -> None:
+@pytest.mark.parametrize("seed", range(1001, 1600 if IS_LONG else 1013))
+def test_the_best_schedule_does_not_beat_the_bound(seed: int) -> None:
     """Small enough for the exact solver to find the best there is, memory and all."""
     problem = random_problem(
-        1000 + seed,
+        seed,
         num_ranks=(1, 3),
         num_microbatches=(1, 4),
-        fuses=fuses,
+        fuses=seed % 2 == 0,
         leaves_more=seed % 3 == 0,
     )
     found = solve(
@@ -103,7 +102,7 @@ def test_overlapping_pairs_do_not_beat_the_bound() -> None:
                 assert time >= lower_bound(problem) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(("m", "w"), [(2, 0.5), (4, 0.25), (3, 0.5)])
+@pytest.mark.parametrize(("m", "w"), [(2, 0.5), (4, 0.25)])
 def test_few_microbatches_take_their_way_there_and_back(m: int, w: float) -> None:
     """SCHEDULES: for m <= p, w < i, no messages, (m+p-1)(f+i)+w is the least makespan."""
     costs = CostTable.uniform(4, forward=1, backward_input=1, backward_weight=w)
@@ -117,6 +116,22 @@ def test_memory_for_one_microbatch_leaves_no_choice() -> None:
     problem = Problem.of(costs, Placement.linear(3), 4, memory=1)
     trip = 3 + 3 + 4 * 0.25
     assert lower_bound(problem) == pytest.approx(4 * trip + 4 * 0.5 - 1)
+
+
+def test_bound_is_reached_where_ranks_of_two_stages_wait_for_messages() -> None:
+    for seed, expected in ((65, 427), (119, 306), (128, 424)):
+        problem = random_problem(seed, num_ranks=(2, 3), num_microbatches=(2, 5))
+        assert expected == lower_bound(problem)
+        found = search(
+            problem.costs,
+            problem.num_ranks,
+            problem.num_microbatches,
+            memory=problem.caps,
+            placements=[problem.placement],
+            clock=problem.clock,
+            effort=0.1,
+        )
+        assert expected == found.time
 
 
 def test_full_backward_that_is_quicker_counts() -> None:

@@ -13,7 +13,7 @@ from limits import HANG_S
 from penstock.solver import Problem, search
 from penstock.solver.exact import solve
 
-COUNT = 200 if IS_LONG else 10
+COUNT = 200 if IS_LONG else 5
 WORST_ALLOWED = 0.03
 
 

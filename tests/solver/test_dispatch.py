@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from problems import random_problem
 
+from fuzzing import IS_LONG
 from penstock import CostTable, Placement, simulate
 from penstock.solver import Problem
 from penstock.solver.dispatch_policies import grid, vary
@@ -22,24 +23,32 @@ def policy(problem: Problem, **changes: Any) -> Policy:
     return replace(base, **{"ahead": ahead, **changes})
 
 
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("fuses", [False, True])
-def test_orders_of_every_policy_can_be_run(seed: int, fuses: bool) -> None:
-    problem = random_problem(seed, fuses=fuses, leaves_more=seed % 2 == 0)
-    for number, chosen in enumerate(grid(problem)):
-        if number % 5 == seed % 5:
-            schedule = problem.schedule(dispatch(problem, chosen))
-            schedule.verify(costs=problem.costs, memory=problem.caps)
+@pytest.mark.fuzz
+def test_orders_of_every_policy_can_be_run() -> None:
+    for seed in range(400 if IS_LONG else 24):
+        problem = random_problem(seed, fuses=seed % 2 == 0, leaves_more=seed % 4 < 2)
+        for number, chosen in enumerate(grid(problem)):
+            if number % 5 == seed % 5:
+                schedule = problem.schedule(dispatch(problem, chosen))
+                schedule.verify(costs=problem.costs, memory=problem.caps)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("place", [Placement.v, Placement.loop])
-def test_least_memory_is_enough(num_stages: int, place: object) -> None:
+@pytest.mark.parametrize(
+    ("placement", "extras"),
+    [
+        (Placement.linear(3), (0, 1, 3)),
+        (Placement.v(3), (0, 1, 3)),
+        (Placement.loop(3, stages_per_rank=2), (0, 1)),
+        (Placement.v(3, stages_per_rank=3), (1,)),
+    ],
+    ids=["linear", "V", "loop", "V, 3 per rank"],
+)
+def test_least_memory_is_enough(placement: Placement, extras: tuple[int, ...]) -> None:
     """Each rank may hold one microbatch on its stages, and a little: never all that it wants."""
-    placement = place(3, stages_per_rank=num_stages)  # type: ignore[operator]
-    costs = CostTable.uniform(3 * num_stages, after_forward=2, after_input=1)
-    for extra in (0, 1, 2, 3):
-        problem = Problem.of(costs, placement, 5, memory=2 * num_stages + extra)
+    num_stages = placement.num_stages
+    costs = CostTable.uniform(num_stages, after_forward=2, after_input=1)
+    for extra in extras:
+        problem = Problem.of(costs, placement, 5, memory=2 * num_stages // 3 + extra)
         for chosen in grid(problem):
             schedule = problem.schedule(dispatch(problem, chosen))
             schedule.verify(costs=costs, memory=problem.caps)

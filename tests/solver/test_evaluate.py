@@ -6,6 +6,7 @@ from random import Random
 import pytest
 from problems import random_problem
 
+from fuzzing import IS_LONG
 from penstock import CostTable, Placement, simulate
 from penstock.solver import Problem
 from penstock.solver.dispatch_policies import grid
@@ -14,7 +15,7 @@ from penstock.solver.evaluation import critical_blocks, evaluate, fits, peak_mem
 from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Order
 
 F, I, W, B = FORWARD, INPUT, WEIGHT, FULL  # noqa: E741 - as in the drawings of schedules
-SEEDS = range(60)
+SEEDS = range(1000 if IS_LONG else 40)
 
 
 def some_orders(problem: Problem, seed: int) -> list[Order]:
@@ -22,35 +23,40 @@ def some_orders(problem: Problem, seed: int) -> list[Order]:
     return dispatch(problem, Random(seed).choice(policies))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("fuses", [False, True])
-def test_time_and_memory_are_those_of_the_simulator(seed: int, fuses: bool) -> None:
-    problem = random_problem(seed, fuses=fuses)
-    orders = some_orders(problem, seed)
-    report = simulate(problem.schedule(orders), problem.costs)
-    assert problem.time_of(report) == evaluate(problem, orders).time
-    expected = [rank.peak_memory for rank in report.ranks]
-    assert expected == [peak_memory(problem, order) for order in orders]
-    assert all(fits(problem, rank, order) for rank, order in enumerate(orders))
-    assert problem.find_excess(report) is None
+@pytest.mark.fuzz
+def test_time_and_memory_are_those_of_the_simulator() -> None:
+    for seed in SEEDS:
+        problem = random_problem(seed, fuses=seed % 2 == 0, leaves_more=seed % 3 == 0)
+        orders = some_orders(problem, seed)
+        report = simulate(problem.schedule(orders), problem.costs)
+        timing = evaluate(problem, orders)
+        assert problem.time_of(report) == timing.time, seed
+        ends = zip(report.ranks, problem.offsets, strict=True)
+        assert [rank.last_end - offset for rank, offset in ends] == timing.lateness, seed
+        expected = [rank.peak_memory for rank in report.ranks]
+        assert expected == [peak_memory(problem, order) for order in orders], seed
+        assert all(fits(problem, rank, order) for rank, order in enumerate(orders)), seed
+        assert problem.find_excess(report) is None, seed
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_critical_blocks_and_messages_add_up_to_the_time(seed: int) -> None:
-    problem = random_problem(seed)
-    orders = some_orders(problem, seed)
-    timing = evaluate(problem, orders)
-    blocks = critical_blocks(timing)
-    busy = sum(
-        problem.durations[code]
-        for rank, first, last in blocks
-        for code in orders[rank][first : last + 1]
-    )
-    delay = 0.0
-    for rank, first, _ in blocks[:-1]:
-        stage, kind = orders[rank][first] >> 2, orders[rank][first] & 3
-        delay += problem.delays[stage - 1] if kind == F else problem.delays[stage]
-    assert timing.time == pytest.approx(busy + delay - problem.offsets[blocks[0][0]])
+@pytest.mark.fuzz
+def test_critical_blocks_and_messages_add_up_to_the_time() -> None:
+    for seed in SEEDS:
+        problem = random_problem(seed)
+        orders = some_orders(problem, seed)
+        timing = evaluate(problem, orders)
+        blocks = critical_blocks(timing)
+        busy = sum(
+            problem.durations[code]
+            for rank, first, last in blocks
+            for code in orders[rank][first : last + 1]
+        )
+        delay = 0.0
+        for rank, first, _ in blocks[:-1]:
+            stage, kind = orders[rank][first] >> 2, orders[rank][first] & 3
+            delay += problem.delays[stage - 1] if kind == F else problem.delays[stage]
+        offset = problem.offsets[blocks[0][0]]
+        assert timing.time == pytest.approx(busy + delay - offset), seed
 
 
 def test_ranks_that_wait_for_each_other_never_end() -> None:

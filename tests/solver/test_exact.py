@@ -23,8 +23,12 @@ from penstock.ir import (
     Overlap,
 )
 from penstock.passes import add_comms, verify
+from penstock.solver import Problem
 from penstock.solver.exact import ExactProgress, print_progress, solve
+from penstock.solver.exact.incumbent import Incumbent
+from penstock.solver.exact.ticks import to_ticks
 from penstock.solver.exact.whole_units import to_units
+from penstock.solver.safe_schedules import one_at_a_time
 
 # p ranks, m microbatches; f, i, w, c: the times of F, I, W and of a message.
 
@@ -134,15 +138,15 @@ def test_two_ranks_are_as_fast_as_the_best_of_all_orders(
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 0], [0, 1, 0], [0, 1, 1, 0], [0, 1, 0, 1]], ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_few_actions_are_as_fast_as_the_best_of_all_orders(ranks: list[int], seed: int) -> None:
-    random = Random(seed)
+def test_few_actions_are_as_fast_as_the_best_of_all_orders(ranks: list[int]) -> None:
     placement, m = Placement(ranks), 2 if len(ranks) == 1 else 1
     found = all_schedules(placement, m)
-    costs = random_costs(random, len(ranks), delay=12)
-    caps = random_caps(random, costs, placement, 2)
-    result = solve(costs, placement, m, memory=caps)
-    assert least(found, costs, caps) == result.report.makespan == result.lower_bound
+    for seed in range(3):
+        random = Random(seed)
+        costs = random_costs(random, len(ranks), delay=12)
+        caps = random_caps(random, costs, placement, 2)
+        result = solve(costs, placement, m, memory=caps)
+        assert least(found, costs, caps) == result.report.makespan == result.lower_bound, seed
 
 
 def test_actions_that_take_no_time_are_put_in_order(two_by_two: list[Schedule]) -> None:
@@ -161,7 +165,7 @@ def test_actions_that_take_no_time_are_put_in_order(two_by_two: list[Schedule]) 
         assert result.is_optimal
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 2), (3, 3), (4, 3)])
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 3)])
 def test_least_makespan_of_few_microbatches(p: int, m: int) -> None:
     f, i, w = 2.0, 3.0, 1.0  # m <= p, w < i, c = 0
     costs = CostTable.uniform(p, forward=f, backward_input=i, backward_weight=w)
@@ -211,7 +215,8 @@ def test_each_rank_keeps_to_its_own_cap() -> None:
 
 
 def test_full_backward_is_used_where_it_is_cheaper_than_its_halves() -> None:
-    result = solve(CostTable.uniform(1, backward=1.5), Placement.linear(1), 3)
+    halves = Schedule.from_csv("0F0,0I0,0W0,0F1,0I1,0W1,0F2,0I2,0W2\n")
+    result = solve(CostTable.uniform(1, backward=1.5), Placement.linear(1), 3, hint=halves)
     assert {Forward, Backward} == {type(action) for action in result.schedule.orders[0]}
     assert 3 * 2.5 == result.report.makespan == result.lower_bound
 
@@ -253,7 +258,42 @@ def test_units_are_the_largest_common_ones() -> None:
     assert (0.5, (1, 3, 2)) == to_units([0.5, 1.5, 1.0], 10)
     assert (pytest.approx(1 / 6), (2, 3)) == to_units([1 / 3, 1 / 2], 10)
     assert (1.0, (0, 0)) == to_units([0.0, 0.0], 10)
-    assert (0.1, (10, 3)) == to_units([1.0, 1 / 3 + 0.01], 10)
+    assert (0.1, (10, 3, 3)) == to_units([1.0, 1 / 3 + 0.01, 0.38], 10)  # Rounded down.
+
+
+def test_ticks_of_actions_that_take_no_time_raise_no_bound() -> None:
+    costs = CostTable.uniform(2, backward_weight=0.0)
+    ticks = to_ticks(Problem.of(costs, Placement.linear(2), 2))
+    assert 4 == ticks.num_instant
+    assert 5 == ticks.to_lower_bound(5 * ticks.ticks_per_unit + 4)
+    assert 6 == ticks.to_lower_bound(5 * ticks.ticks_per_unit + 5)
+
+
+def test_messages_that_take_longer_than_all_else_are_allowed_for() -> None:
+    result = solve(CostTable.uniform(2, delay=10), Placement.linear(2), 1)
+    assert 1 + 10 + 1 + 1 + 10 + 1 + 1 == result.report.makespan == result.lower_bound
+
+
+def test_message_behind_a_slow_one_of_another_edge_waits_for_it() -> None:
+    """Stages 0 and 2 send to one rank: orders in which the quick overtakes would take 57."""
+    costs = CostTable(
+        forward=[2, 1, 3, 1], backward_input=[4] * 4, backward_weight=[1] * 4, delay=[0, 0, 9]
+    )
+    result = solve(costs, Placement.loop(2, stages_per_rank=2), 2)
+    assert 50 == result.report.makespan == result.lower_bound
+
+
+def test_faster_schedule_that_does_not_fit_is_not_taken() -> None:
+    """Memory is rounded for the solver, so it may offer one."""
+    placement = Placement.linear(2)
+    problem = Problem.of(CostTable.uniform(2), placement, 3, memory=2)
+    first = one_at_a_time(placement, 3)
+    incumbent = Incumbent(simulate(first, problem.costs), problem, None)
+    incumbent.offer(GPIPE)  # It holds 3.
+    assert first == incumbent.schedule
+    fits = schedules.get("1F1B")(num_ranks=2, num_microbatches=3)
+    incumbent.offer(fits)
+    assert fits == incumbent.schedule
 
 
 def test_hint_is_the_first_schedule_and_may_have_communication_and_overlaps() -> None:
@@ -331,43 +371,21 @@ TWO = CostTable.uniform(2)
 FORWARD_ONLY = Schedule([[Forward(0, 0)], [Forward(1, 0)]], Placement.linear(2), 1)
 GPIPE = schedules.get("gpipe")(num_ranks=2, num_microbatches=3)
 
+# The first is refused as every question to the solver is: see test_problem.py.
 BAD = [
-    ({"costs": 3}, CostError, "costs is 3. Expected a penstock.CostTable."),
     ({"placement": [0, 1]}, ScheduleError, "placement is [0, 1]. Expected a Placement"),
-    (
-        {"placement": Placement.linear(3)},
-        CostError,
-        "The costs are of 2 stages, but the placement has 3. Give costs for each stage.",
-    ),
-    ({"num_microbatches": 0}, ScheduleError, "num_microbatches is 0. Expected a whole number"),
-    ({"num_microbatches": 1.5}, ScheduleError, "num_microbatches is 1.5. Expected a whole number"),
     (
         {"costs": CostTable.uniform(2, message_bytes=1, bandwidth=4)},
         CostError,
         "message_bytes / bandwidth of edge 0 is 0.25. The exact solver knows no messages that",
     ),
-    ({"clock": "wall"}, ScheduleError, "clock is 'wall'. Expected 'makespan' or 'span'."),
     ({"seconds": 0}, ScheduleError, "seconds is 0. Expected a positive number."),
-    ({"seconds": math.nan}, ScheduleError, "seconds is nan. Expected a positive number."),
     ({"seconds": "1"}, ScheduleError, "seconds is '1'. Expected a positive number."),
-    (
-        {"costs": CostTable.uniform(4), "placement": Placement([0, 1, 0, 2]), "clock": "span"},
-        ScheduleError,
-        "clock is 'span', but rank 2 has its first stage, 3, behind another rank's second.",
-    ),
-    ({"memory": [3]}, CostError, "memory has 1 values, but there are 2 ranks."),
-    ({"memory": "12"}, CostError, "memory is 12. Expected numbers, in the costs' unit."),
-    ({"memory": math.nan}, CostError, "memory is nan. Expected numbers"),
     (
         {"memory": [1, 0.5]},
         ScheduleError,
         "Nothing fits: rank 1 may hold 0.5, but one microbatch on its stages [1] holds 1 when its "
         "backward begins. The smallest memory that fits is 1 on each rank",
-    ),
-    (
-        {"costs": CostTable.uniform(4), "placement": Placement.v(2), "memory": 1.9},
-        ScheduleError,
-        "Nothing fits: rank 0 may hold 1.9, but one microbatch on its stages [0, 3] holds 2",
     ),
     ({"hint": "0F0"}, ScheduleError, "hint is '0F0'. Expected a Schedule."),
     ({"hint": GPIPE}, ScheduleError, "hint is of 3 microbatches and Placement(ranks=(0, 1))."),

@@ -33,16 +33,16 @@ def rows(**fields: str) -> dict[str, answers.RowData]:
     return {row["name"]: row for row in found[:-1] if "name" in row}
 
 
-@pytest.mark.parametrize("name", names())
-def test_every_registered_schedule_is_drawn_as_it_is_simulated(name: str) -> None:
-    page = picture(schedule=name, beside="", forward="2", delay="0.5")["page"]
-    schedule = schedules.get(name)(num_ranks=4, num_microbatches=8)
-    count = schedule.num_stages // 4
-    costs = CostTable.uniform(schedule.num_stages, stages_per_rank=count, forward=2, delay=0.5)
-    expected = simulate(schedule, costs).makespan
-    assert [(name, expected)] == [
-        (panel["title"], panel["timeline"]["makespan"]) for panel in page["panels"]
-    ]
+def test_every_registered_schedule_is_drawn_as_it_is_simulated() -> None:
+    for name in names():
+        page = picture(schedule=name, beside="", forward="2", delay="0.5")["page"]
+        schedule = schedules.get(name)(num_ranks=4, num_microbatches=8)
+        count = schedule.num_stages // 4
+        costs = CostTable.uniform(schedule.num_stages, stages_per_rank=count, forward=2, delay=0.5)
+        expected = simulate(schedule, costs).makespan
+        assert [(name, expected)] == [
+            (panel["title"], panel["timeline"]["makespan"]) for panel in page["panels"]
+        ]
 
 
 def test_two_schedules_are_drawn_under_each_other() -> None:

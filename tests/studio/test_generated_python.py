@@ -10,15 +10,12 @@ from penstock.studio.typed_inputs import read_inputs
     "fields",
     [
         {},
-        {"schedule": "GPipe", "ranks": "1", "microbatches": "3"},
         {"schedule": "V-Half", "forward": "1,1,2", "activation": "1,2", "after_input": "0.5"},
         {"schedule": "Interleaved1F1B", "stages_per_rank": "3", "delay": "0.25"},
-        {"schedule": "Interleaved1F1B", "delay": "0.25"},
         {"schedule": "1F1B", "backward": "1.5,1.7"},
         {"schedule": "DualPipeV", "overlap_saving": "0.5", "backward_weight": "0.7"},
-        {"schedule": "searched", "memory": "3", "backward_input": "1.3"},
         {"schedule": "searched", "memory": "4,4,3,3", "clock": "span"},
-        {"schedule": "searched", "stages_per_rank": "3", "ranks": "2", "forward": "1,5"},
+        {"schedule": "searched", "stages_per_rank": "3", "ranks": "1", "forward": "1,5"},
     ],
 )
 def test_text_makes_the_schedule_and_its_report(

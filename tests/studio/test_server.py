@@ -107,7 +107,7 @@ def test_files_are_downloaded_under_their_names(client: TestClient) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["a.exe", "csv", ".csv", ".html", "日.csv", 'a".csv', "a%0d%0ab.csv", "..%2f..%2fetc%2fpasswd"],
+    ["a.exe", ".csv", "日.csv", "a%0d%0ab.csv", "..%2f..%2fetc%2fpasswd"],
 )
 def test_no_other_files_are_there(client: TestClient, name: str) -> None:
     assert 404 == client.get(f"/files/{name}").status_code

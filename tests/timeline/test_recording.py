@@ -36,7 +36,7 @@ def scaled(step: RecordedStep, factor: float) -> RecordedStep:
     )
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "GPipe"])
+@pytest.mark.parametrize("name", ["1F1B", "ZB-H1"])
 def test_simulating_with_the_recorded_costs_gives_the_recorded_times(name: str) -> None:
     step = make_step(name)
     recording = Recording((step,))
@@ -55,15 +55,21 @@ def test_costs_are_those_of_each_stage() -> None:
     assert (2.5, 2.5, 2.0) == pytest.approx(costs.backward)
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "GPipe"])
-def test_error_between_two_clocks_does_not_change_the_delays(name: str) -> None:
-    timeline = make_step(name).timeline
+def test_error_between_two_clocks_does_not_change_the_delays() -> None:
+    timeline = make_step("ZB-H1").timeline
 
     def shifted(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
         return (*rows[:-1], tuple(time + 0.1 for time in rows[-1]))
 
     skewed = Timeline(timeline.schedule, shifted(timeline.starts), shifted(timeline.ends))
     assert COSTS.delay == pytest.approx(Recording((RecordedStep(0, skewed),)).costs().delay)
+
+
+def test_costs_are_medians_which_a_slow_step_does_not_change() -> None:
+    step = make_step("ZB-H1")
+    costs = Recording((scaled(step, 10), step, step)).costs()
+    assert COSTS.forward == pytest.approx(costs.forward)
+    assert COSTS.delay == pytest.approx(costs.delay)
 
 
 def test_halves_that_never_ran_are_half_of_the_backward_each() -> None:
@@ -149,14 +155,12 @@ def spoil(path: list[Any], value: Any) -> str:
         (["version"], 2, "of version 2. This Penstock reads version 1: record the run again"),
         (["schedules"], None, "schedules is None. Expected a list"),
         (["schedules", 0], "0F0\n1F0,1W0", "A schedule in it could not have been run: "),
-        (["schedules", 0], 7, "A schedule in it could not have been run: The text is a int"),
         (["steps"], {}, "steps is {}. Expected a list"),
         (["steps", 0], 3, r"steps\[0\] lacks a number, a schedule or times. Expected what"),
         (["steps", 0, "schedule"], 1, r"steps\[0\] lacks a number, a schedule or times"),
         (["steps", 0, "starts"], [[0]], r"steps\[0\] has not one start and one end for each"),
         (["steps", 0, "ends", 1], 4, r"steps\[0\] has not one start and one end for each"),
         (["steps", 0, "ends", 1, 0], "1", r"steps\[0\] has not one start and one end for each"),
-        (["steps", 0, "ends", 1, 0], 10**400, r"steps\[0\] has not one start and one end"),
         (["steps", 0, "ends", 1, 0], float("nan"), r"steps\[0\] has not one start and one end"),
         (["steps", 0, "starts", 2, 0], -1, r"steps\[0\]: times of rank 2 go backwards"),
         (["steps", 0, "ends", 1, 0], 1000, r"steps\[0\]: times of rank 1 go backwards"),

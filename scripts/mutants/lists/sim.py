@@ -1,0 +1,110 @@
+"""The simulator, and what follows from timelines, simulated or recorded."""
+
+REPORT = "tests/timeline/test_bubble_report.py"
+RECORDING = "tests/timeline/test_recording.py"
+TESTS = "tests/sim/test_engine.py"
+MUTANTS = [
+    # The simulator.
+    (
+        "sim/simulator.py",
+        "costs.overlap_saving * min(halves)",
+        "costs.overlap_saving * max(halves)",
+    ),
+    (
+        "sim/simulator.py",
+        "any(costs.transfer) or len(set(costs.delay)) > 1",
+        "any(costs.transfer)",
+    ),
+    (
+        "sim/simulator.py",
+        "max(time, self._free_at.get(channel, 0.0)) + transfer",
+        "time + transfer",
+    ),
+    (
+        "sim/simulator.py",
+        "max(free_at + delay, self._last_arrival.get(channel, 0.0))",
+        "free_at + delay",
+    ),
+    (
+        "sim/simulator.py",
+        "self._delays[message.edge], self._transfers[message.edge]",
+        "self._delays[message.maker - 1], self._transfers[message.edge]",
+    ),
+    (
+        "sim/simulator.py",
+        "return costs.backward[action.stage]",
+        "return costs.backward_input[action.stage] + costs.backward_weight[action.stage]",
+    ),
+    ("sim/simulator.py", "    check_orders(schedule)  #", "    #"),
+    (
+        "sim/simulator.py",
+        "share, _ = whole_shares(schedule)",
+        "share = [1.0] * schedule.num_stages",
+    ),
+    # Reports.
+    (
+        "timeline/bubble_report.py",
+        "return self.last_end - self.first_start",
+        "return self.last_end",
+        REPORT,
+    ),
+    (
+        "timeline/bubble_report.py",
+        "cuts = [0, first_backward, max(first_backward, last_forward + 1), len(order)]",
+        "cuts = [0, first_backward, max(first_backward, last_forward), len(order)]",
+        REPORT,
+    ),
+    (
+        "timeline/bubble_report.py",
+        "max(warm_up_end, ends[last_forward]), makespan]",
+        "ends[last_forward], makespan]",
+        REPORT,
+    ),
+    (
+        "timeline/bubble_report.py",
+        "first_start=starts[0],",
+        "first_start=timeline.starts[rank][0],",
+        "tests/sim tests/timeline",
+    ),
+    (
+        "timeline/bubble_report.py",
+        "return 0.0 if abs(idle) <= 1e-12 * total else idle",
+        "return idle",
+        REPORT,
+    ),
+    (
+        "timeline/memory_over_time.py",
+        "if amount != points[-1].held:",
+        "if True:",
+        REPORT,
+    ),
+    (
+        "timeline/memory_over_time.py",
+        "((start, held.during), (end, held.after))",
+        "((start, held.during), (start, held.after))",
+        REPORT,
+    ),
+    # Recordings.
+    ("timeline/recording.py", "timelines[(len(timelines) - 1) // 2]", "timelines[-1]", RECORDING),
+    ("timeline/recording.py", "in reversed(self.steps))", "in self.steps)", RECORDING),
+    ("timeline/recording.py", "zip([0.0, *times], ", "zip([times[0], *times], ", RECORDING),
+    ("timeline/costs_of_recording.py", "if made[message] >= was_free:", "if True:", RECORDING),
+    (
+        "timeline/costs_of_recording.py",
+        "(Backward, stage), 0.0) / 2",
+        "(Backward, stage), 0.0)",
+        RECORDING,
+    ),
+    (
+        "timeline/costs_of_recording.py",
+        "statistics.median(values) for",
+        "statistics.fmean(values) for",
+        RECORDING,
+    ),
+    (
+        "timeline/costs_of_recording.py",
+        "found[message.edge, message.is_gradient]",
+        "found[message.edge, False]",
+        RECORDING,
+    ),
+]

@@ -1,0 +1,270 @@
+"""The search, its bounds, and the exact solver."""
+
+BOUNDS = "tests/solver/test_bounds.py"
+EVALUATE = "tests/solver/test_evaluate.py"
+DISPATCH = "tests/solver/test_dispatch.py"
+ANNEAL = "tests/solver/test_anneal.py"
+PROBLEM = "tests/solver/test_problem.py"
+EXACT = "tests/solver/test_exact.py"
+TESTS = "tests/solver/test_search.py"
+MUTANTS = [
+    # Bounds that are too high, or lower than they could be.
+    ("solver/bounds.py", "max(1.0, room / kept)", "max(1.0, room / kept - 1)", BOUNDS),
+    (
+        "solver/bounds.py",
+        "cap - (mb + 1 - inputs) * kept",
+        "cap - (mb + 2 - inputs) * kept",
+        BOUNDS,
+    ),
+    (
+        "solver/bounds.py",
+        "min(durations[4 * s + INPUT] + durations[4 * s + WEIGHT], durations[4 * s + FULL])\n"
+        "            - self.input[s]",
+        "durations[4 * s + WEIGHT]",
+        BOUNDS,
+    ),
+    ("solver/bounds.py", "time - saving * min(time, longest[self.ranks[s]])", "time", BOUNDS),
+    ("solver/bounds.py", "            + mb * own\n", "            + (mb + 1) * own\n", BOUNDS),
+    (
+        "solver/bounds.py",
+        "heads.append(sent + work.problem.delays[stage - 1])",
+        "heads.append(sent)",
+        BOUNDS,
+    ),
+    (
+        "solver/bounds.py",
+        "between = (mb - ahead) * own + needed",
+        "between = mb * own + needed",
+        BOUNDS,
+    ),
+    ("solver/bounds.py", "+ mb * work.input[stage]", "+ (mb + 1) * work.input[stage]", BOUNDS),
+    (
+        "solver/bounds.py",
+        "blocked = max(blocked, left - ahead)",
+        "blocked = max(blocked, left - ahead + 1)",
+        BOUNDS,
+    ),
+    (
+        "solver/bounds.py",
+        "behind = (left - 1) * work.forward[stage]",
+        "behind = left * work.forward[stage]",
+        BOUNDS,
+    ),
+    (
+        "solver/bounds.py",
+        "behind = (left - 1) * work.input[stage]",
+        "behind = left * work.input[stage]",
+        BOUNDS,
+    ),
+    ("solver/bounds.py", "end = -work.problem.offsets[rank]", "end = 0.0", BOUNDS),
+    ("solver/bounds.py", "            if mb >= ahead:", "            if mb > ahead:", BOUNDS),
+    # Times and memory of orders.
+    (
+        "solver/evaluation.py",
+        "gradients[stage - 1].append(now + delays[stage - 1])",
+        "gradients[stage - 1].append(now)",
+        EVALUATE,
+    ),
+    (
+        "solver/evaluation.py",
+        "activations[stage + 1].append(now + delays[stage])",
+        "activations[stage + 1].append(now)",
+        EVALUATE,
+    ),
+    ("solver/evaluation.py", "cause.append(sources[index])", "cause.append(None)", EVALUATE),
+    (
+        "solver/evaluation.py",
+        "            pending[stage] += 1\n            held += after_input[stage]\n"
+        "            if held > most:\n                most = held\n",
+        "            pending[stage] += 1\n            held += after_input[stage]\n",
+        EVALUATE,
+    ),
+    ("solver/evaluation.py", "return peak < inf and peak <=", "return peak <=", EVALUATE),
+    (
+        "solver/evaluation.py",
+        "            if pending[stage] < 0:\n                return inf\n",
+        "",
+        EVALUATE,
+    ),
+    ("solver/evaluation.py", "end - offset for", "end for", EVALUATE),
+    # Ranks that choose.
+    (
+        "solver/dispatching.py",
+        "if waiting and held + kept[-1] - kept[index] > self.caps[rank]:",
+        "if waiting and held > self.caps[rank]:",
+        DISPATCH,
+    ),
+    (
+        "solver/dispatching.py",
+        "index - self.inputs[stage] >= self.policy.ahead[stage]",
+        "index - self.inputs[stage] > self.policy.ahead[stage]",
+        DISPATCH,
+    ),
+    (
+        "solver/dispatching.py",
+        "        else:\n            self.room[rank] -= costs.after_input[stage]\n",
+        "",
+        DISPATCH,
+    ),
+    ("solver/dispatching.py", "if more > 0 and more > self.room[rank]:", "if False:", DISPATCH),
+    (
+        "solver/dispatching.py",
+        "if now + duration - next_arrival <= self.policy.patience[rank] * duration:",
+        "if True:",
+        DISPATCH,
+    ),
+    ("solver/dispatching.py", "heapq.heappush(free, (now, ranks[receiver]))", "pass", DISPATCH),
+    ("solver/dispatch_policies.py", "_KINDS if can_fuse else _KINDS[:2]", "_KINDS", DISPATCH),
+    ("solver/dispatch_policies.py", "max(1, count + change)", "max(0, count + change)", DISPATCH),
+    # Moves.
+    (
+        "solver/annealing.py",
+        "        _make_room(generator, moved, min(index, target))\n"
+        "        if not fits(problem, rank, moved):\n"
+        "            return None\n",
+        "        _make_room(generator, moved, min(index, target))\n",
+        ANNEAL,
+    ),
+    (
+        "solver/annealing.py",
+        "best, best_time = list(current), timing.time\n        else",
+        "best, best_time = current, timing.time\n        else",
+        ANNEAL,
+    ),
+    (
+        "solver/annealing.py",
+        "if timing.time < best_time * (1 - 1e-12):",
+        "if timing.cost < cost:",
+        ANNEAL,
+    ),
+    ("solver/annealing.py", "if best_time <= goal:", "if best_time < goal:", ANNEAL),
+    # The search.
+    ("solver/searching.py", "if problem.find_shortage() is None]", "]"),
+    ("solver/searching.py", "finalists = list(self._registered)", "finalists = []"),
+    (
+        "solver/searching.py",
+        "            if fits:\n",
+        "            if True:\n",
+    ),
+    (
+        "solver/searching.py",
+        "bound = min(self._bounds.values())",
+        "bound = max(self._bounds.values())",
+    ),
+    (
+        "solver/searching.py",
+        "code & 3 == FULL and not problem.fuses(code >> 2):",
+        "code & 3 == FULL:",
+    ),
+    ("solver/searching.py", "or not 0 < value < inf:", "or not 0 <= value < inf:"),
+    ("solver/searching.py", "if time.monotonic() > self._deadline:", "if False:"),
+    ("solver/searching.py", "round(self._effort * min(", "round(min("),
+    ("solver/search_result.py", "return inf if self.time > 0 else 0.0", "return 0.0"),
+    # Problems.
+    ("solver/problem.py", "0.0 if ranks[edge] == ranks[edge + 1] else delay", "delay", PROBLEM),
+    (
+        "solver/problem.py",
+        "f + d for f, d in zip(costs.forward, (*delays, 0.0), strict=True)",
+        "f for f in costs.forward",
+        PROBLEM,
+    ),
+    (
+        "solver/problem.py",
+        "float(sum(kept[stage] for stage in stages))",
+        "float(max(kept[stage] for stage in stages))",
+        PROBLEM,
+    ),
+    (
+        "solver/problem.py",
+        "max(first_stages) >= num_ranks:",
+        "max(first_stages) > num_ranks:",
+        PROBLEM,
+    ),
+    ("solver/problem.py", "mb = pending[stage].popleft()", "mb = pending[stage].pop()", PROBLEM),
+    (
+        "solver/problem.py",
+        "is_quicker or self.costs.after_input[stage] > self.costs.after_forward[stage]",
+        "is_quicker",
+        PROBLEM,
+    ),
+    (
+        "solver/registered_schedules.py",
+        "if num_microbatches < generator.min_microbatches(shape):\n            continue",
+        "if False:\n            continue",
+        "tests/solver/test_best_schedule.py tests/solver/test_search.py",
+    ),
+    (
+        "solver/best_schedule.py",
+        "lower_bound=min(one.lower_bound for one in found)",
+        "lower_bound=max(one.lower_bound for one in found)",
+        "tests/solver/test_best_schedule.py",
+    ),
+    (
+        "solver/best_schedule.py",
+        "failures.append(error)",
+        "raise",
+        "tests/solver/test_best_schedule.py",
+    ),
+    # Schedules to begin with.
+    (
+        "solver/safe_schedules.py",
+        "return round(report.peak_memory, 9), report.makespan",
+        "return report.makespan, round(report.peak_memory, 9)",
+        "tests/runtime/test_next_schedule.py",
+    ),
+    (
+        "solver/safe_schedules.py",
+        "        for stage in reversed(stages):\n",
+        "        for stage in stages:\n",
+        EXACT,
+    ),
+    (
+        "solver/safe_schedules.py",
+        "join_backward(part_overlaps(schedule))",
+        "part_overlaps(schedule)",
+        "tests/solver/test_safe_schedules.py",
+    ),
+    # The exact solver.
+    (
+        "solver/exact/constraint_model.py",
+        "cp.add(cell.weight_start >= cell.backward_end)",
+        "cp.add(cell.weight_start >= 0)",
+        EXACT,
+    ),
+    (
+        "solver/exact/constraint_model.py",
+        "self.cp.add(need >= send + flow.delay)",
+        "self.cp.add(need >= send)",
+        EXACT,
+    ),
+    (
+        "solver/exact/constraint_model.py",
+        "if slow.channel == quick.channel and slow.delay > quick.delay:",
+        "if False:",
+        EXACT,
+    ),
+    (
+        "solver/exact/constraint_model.py",
+        "demands += [memory.after_forward[stage], memory.after_input[stage]]",
+        "demands += [memory.after_forward[stage], 0]",
+        EXACT,
+    ),
+    ("solver/exact/constraint_model.py", "halves - saving * cell.is_fused)", "halves)", EXACT),
+    (
+        "solver/exact/constraint_model.py",
+        "self.cp.add(self.time + offset >= sum(work))",
+        "self.cp.add(self.time >= sum(work))",
+        EXACT,
+    ),
+    ("solver/exact/ticks.py", "2 * sum(self.delay))", "sum(self.delay))", EXACT),
+    ("solver/exact/ticks.py", "ceil(ticks - 1e-6) - self.num_instant", "ceil(ticks - 1e-6)", EXACT),
+    ("solver/exact/whole_units.py", "floor(share * most) for", "round(share * most) for", EXACT),
+    (
+        "solver/exact/incumbent.py",
+        "if is_better and self._problem.find_excess(report) is None:",
+        "if is_better:",
+        EXACT,
+    ),
+    ("solver/exact/incumbent.py", "if bound > self.lower_bound:", "if True:", EXACT),
+    ("solver/exact/solution.py", "if time > 0 and a != b:", "if time > 0:", EXACT),
+]
