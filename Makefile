@@ -14,10 +14,10 @@ help: ## List the commands
 demo: $(READY) ## Train a small GPT on two processes by a zero-bubble schedule and by 1F1B, and compare
 	@$(BIN)/penstock demo
 
-# Three files at a time: ranks mostly wait. Tests of one file stay together, as they share processes.
+# Four files at a time: ranks mostly wait. Tests of one file stay together, as they share processes.
 test: check ## Run check, then the tests that start several processes or a browser
 	@scripts/browser
-	$(BIN)/pytest -n 3 --dist loadfile -m "dist or browser"
+	$(BIN)/pytest -n 4 --dist loadfile -m "dist or browser"
 
 check: $(READY) ## Check format, lint and types; run the tests that need one process
 	$(BIN)/ruff format --check

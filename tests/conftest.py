@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fuzzing import IS_LONG
+
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
@@ -26,6 +28,17 @@ settings.load_profile("penstock")
 
 def pytest_report_header() -> str:
     return f"torch: {torch.__version__}, threads: {torch.get_num_threads()}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `make fuzz` runs."""
+    if IS_LONG:
+        return
+    left_out = [
+        item for item in items if any(m.kwargs.get("is_long") for m in item.iter_markers("fuzz"))
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

@@ -78,6 +78,7 @@ SENT: dict[str, Make] = {
     "transposed collective's result": lambda x: AsyncCollectiveTensor(x.detach().t()),
     "conjugate": lambda x: torch.complex(x, x * x).conj(),
     "negative": lambda x: torch.complex(x, x * x).conj().imag,
+    "negative and contiguous": lambda x: torch.complex(x, x * x).sum().conj().imag,
     "zero size": lambda x: x[:0],
     "no dims": lambda x: x.sum(),
     "transposed": lambda x: x.t(),
@@ -152,6 +153,7 @@ REFUSED: dict[str, Refused] = {
     "freed": Refused(lambda x: _freed(x.detach().clone()), _FREED),
     "partly freed": Refused(lambda x: _freed(x.detach().clone(), 8), _FREED),
     "freed, with an offset": Refused(lambda x: _freed(x.detach().clone()[1:]), _FREED),
+    "freed behind its offset": Refused(lambda x: _freed(x.detach().clone()[1:], 64), _FREED),
     "freed and transposed": Refused(lambda x: _freed(x.detach().clone().t(), 88), _FREED),
     "uninitialised": Refused(
         lambda x: nn.UninitializedParameter(),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import penstock
+from fuzzing import IS_LONG
 from limits import HANG_S
 from penstock import LocalGroup, Pipeline, PipelineStage, compat, schedules
 from penstock.schedules import Shape
@@ -33,6 +34,8 @@ CPU = torch.device("cpu")
 CLASS_NAMES = [name for name in compat.__all__ if hasattr(getattr(compat, name), "schedule_name")]
 # The registered schedules that have backwards.
 TRAINING_NAMES = [name for name in schedules.names() if name != "ForwardOnly"]
+# Those that most tests take, one of each placement: a chain, a loop, and both kinds of V.
+SOME_NAMES = TRAINING_NAMES if IS_LONG else ["1F1B", "InterleavedZeroBubble", "ZB-V", "DualPipeV"]
 
 # The unsplit model adds over the batch in one product, the pipeline over microbatches in turn, and
 # a split backward adds in yet another order. Each addition is off by 1e-16 of its value, there

@@ -30,6 +30,8 @@ from limits import HANG_S, PROCESS_S
 NUM_WORKERS = 4
 # The groups that there are, by their number of ranks; each has the first of the workers.
 GROUP_SIZES = (1, 2, NUM_WORKERS)
+# What carries the messages of pipelines: the second as between machines.
+LINKS = ("shared memory", "gloo")
 
 
 class WorkerError(Exception):
@@ -52,19 +54,26 @@ class WorkerPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(
-        self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = PROCESS_S
+        self,
+        num_ranks: int,
+        function: Callable[..., Any],
+        *args: Any,
+        link: str = "shared memory",
+        timeout_s: float = PROCESS_S,
     ) -> list[Any]:
         """Call `function(group, *args)` on the first `num_ranks` workers; returns their results.
 
+        Pipelines that connect meanwhile use `link`, one of `LINKS`, between the workers.
         If one of them fails, or does not answer in time, all workers are ended: the next call
         starts new ones.
         """
         assert num_ranks in GROUP_SIZES
+        assert link in LINKS
         if not self._workers:
             self._start()
         code = sys.modules[function.__module__].__file__
         assert code is not None
-        task = _dump((num_ranks, function, args))
+        task = _dump((num_ranks, function, args, link))
         used = self._workers[:num_ranks]
         try:
             for _, channel in used:
@@ -196,7 +205,8 @@ def _work(rank: int, store: str, channel: connection.Connection) -> None:
 
 def _answer(task: bytes, groups: dict[int, Any]) -> bytes:
     try:
-        num_ranks, function, args = pickle.loads(task)
+        num_ranks, function, args, link = pickle.loads(task)
+        os.environ["PENSTOCK_SHARED_MEMORY"] = "0" if link == "gloo" else "1"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return _dump(function(groups[num_ranks], *args))

@@ -325,3 +325,29 @@ def test_a_wait_that_is_over_does_not_fail_after_the_sender_did() -> None:
     with pytest.raises(_Own):
         local_ranks(2, main)
     assert [7.0] == received
+
+
+def test_sender_may_change_its_tensor_once_it_has_sent_it() -> None:
+    def main(group: LocalGroup) -> float:
+        comm = _connect(group)
+        tensor = torch.ones(1)
+        if group.rank == 0:
+            comm.send(tensor, 1).wait(_waiting_for("nothing"))
+            tensor.zero_()  # Rank 1 has not run yet.
+        else:
+            comm.recv(tensor.zero_(), 0).wait(_waiting_for("the tensor"))
+        return tensor.item()
+
+    assert [0.0, 1.0] == local_ranks(2, main)
+
+
+@pytest.mark.parametrize(("call", "sender"), [("send", 0), ("recv", 1)])
+def test_channel_that_was_not_opened_is_refused(call: str, sender: int) -> None:
+    def main(group: LocalGroup) -> None:
+        comm = group.connect()
+        if group.rank == 0:
+            getattr(comm, call)(torch.ones(1), 1)
+
+    expected = f"the channel from rank {sender} to rank {1 - sender} is not open"
+    with pytest.raises(CommError, match=expected):
+        local_ranks(2, main)

@@ -11,6 +11,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
+from fuzzing import rotated
 from limits import HANG_S
 from penstock.comm import shared_memory
 from penstock.comm.shared_memory import Listener, SharedMemoryLink, connect
@@ -34,11 +35,10 @@ def receive(link: SharedMemoryLink, like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool],
+@rotated(
+    dtype=[torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool],
+    shape=[(), (1,), (3, 4), (0, 4), (300, 300)],
 )
-@pytest.mark.parametrize("shape", [(), (1,), (3, 4), (0, 4), (300, 300)], ids=str)
 def test_tensor_arrives_as_it_was(ends: Ends, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     sent = torch.randint(0, 2, shape).to(dtype)
     ends[0].send(sent)

@@ -50,7 +50,9 @@ class TripleGrad(torch.autograd.Function):
 
 
 def refused(*, because: str) -> Any:
-    return pytest.raises(TraceError, match=f"Net cannot be traced: {because}.*penstock.split")
+    return pytest.raises(
+        TraceError, match=f"Net cannot be traced: {because}.*penstock.cut_between_modules"
+    )
 
 
 def test_autograd_function_is_refused() -> None:

@@ -1,6 +1,6 @@
 """Models cut into stages train as the whole model does, and keep its names.
 
-All ranks are in this process; `tests/dist/test_cut_models_on_processes.py` has it over gloo.
+All ranks are in this process; `tests/dist/test_cut_models_on_processes.py` has real ones.
 """
 
 import copy
@@ -14,11 +14,15 @@ from torch.utils import _pytree as pytree
 import penstock
 from cut_models import CUT_MODELS
 from cut_training import ROWS, CutRun, assert_like_whole, cut, train_cut
+from fuzzing import IS_LONG, rotated
 from penstock import Pipe
 
 SCHEDULES = ["1F1B", "Interleaved1F1B", "ZB-V"]
 every_model = pytest.mark.parametrize("name", CUT_MODELS)
-every_cut = pytest.mark.parametrize("num_stages", [2, 4])
+# Each model is cut in one way, the same in all tests: to trace one takes long.
+NUM_STAGES = {name: 2 + 2 * (number % 3 > 0) for number, name in enumerate(CUT_MODELS)}
+every_cut = rotated(name=list(CUT_MODELS), num_stages=list(NUM_STAGES.values()))
+ONE_STAGE_PER_LAYER = list(CUT_MODELS) if IS_LONG else ["conv", "tied-head"]
 
 
 @cache
@@ -41,14 +45,13 @@ def check(run: CutRun) -> None:
     assert_like_whole(run, penstock.local_ranks(run.num_ranks, train_cut, run, pipe))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@every_cut
-@every_model
+@rotated(name=list(CUT_MODELS), num_stages=list(NUM_STAGES.values()), schedule=SCHEDULES)
 def test_cut_model_trains_as_whole(name: str, num_stages: int, schedule: str) -> None:
     check(CutRun(name, num_stages, schedule))
 
 
-@every_model
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", ONE_STAGE_PER_LAYER)
 def test_one_stage_per_layer_trains_as_whole(name: str) -> None:
     check(CutRun(name, 8, "ZB-V", num_steps=2))
 
@@ -65,7 +68,6 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @every_cut
-@every_model
 def test_stages_have_the_names_of_the_model(name: str, num_stages: int) -> None:
     model = CUT_MODELS[name].model(num_stages)
     modules = _modules(_pipe(name, num_stages))
@@ -81,7 +83,6 @@ def test_stages_have_the_names_of_the_model(name: str, num_stages: int) -> None:
 
 
 @every_cut
-@every_model
 def test_state_dicts_go_from_the_model_to_stages_and_back(name: str, num_stages: int) -> None:
     model = CUT_MODELS[name].model(num_stages)
     with torch.no_grad():
@@ -99,9 +100,14 @@ def test_state_dicts_go_from_the_model_to_stages_and_back(name: str, num_stages:
 
 
 @every_model
-def test_stages_hold_the_parameters_and_buffers_of_the_model(name: str) -> None:
-    model = CUT_MODELS[name].model(4)
-    pipe = cut(CUT_MODELS[name], 4, model)
+def test_tracing_leaves_the_model_as_it_was_and_stages_hold_its_parameters(name: str) -> None:
+    num_stages = NUM_STAGES[name]
+    model = CUT_MODELS[name].model(num_stages)
+    before = _state_of(model)
+    random_state = torch.get_rng_state()
+    pipe = cut(CUT_MODELS[name], num_stages, model)
+    assert torch.equal(random_state, torch.get_rng_state())
+    _assert_as_it_was(before, model)
     expected = _named_tensors(model)
     seen: dict[str, int] = {}
     for index, module in enumerate(_modules(pipe)):
@@ -117,8 +123,8 @@ def test_stages_hold_the_parameters_and_buffers_of_the_model(name: str) -> None:
 
 @every_model
 def test_pipe_gives_what_the_model_gives_to_the_last_bit(name: str) -> None:
-    model = CUT_MODELS[name].model(4)
-    pipe = _pipe(name, 4)
+    model = CUT_MODELS[name].model(NUM_STAGES[name])
+    pipe = _pipe(name, NUM_STAGES[name])
     for step in range(2):
         args, kwargs, _ = CUT_MODELS[name].batch(ROWS, step)
         expected, actual = model(*args, **kwargs), pipe(*args, **kwargs)
@@ -130,14 +136,17 @@ def test_pipe_gives_what_the_model_gives_to_the_last_bit(name: str) -> None:
             assert wanted.requires_grad == found.requires_grad
 
 
-@every_model
-def test_tracing_leaves_the_model_as_it_was(name: str) -> None:
-    model = CUT_MODELS[name].model(4)
-    modules = dict(model.named_modules())
+State = tuple[dict[str, nn.Module], dict[str, tuple[Tensor, Tensor, int]]]
+
+
+def _state_of(model: nn.Module) -> State:
+    """Its modules, and its tensors with their values and versions."""
     tensors = {key: (t, t.clone(), t._version) for key, t in _named_tensors(model).items()}
-    random_state = torch.get_rng_state()
-    cut(CUT_MODELS[name], 4, model)
-    assert torch.equal(random_state, torch.get_rng_state())
+    return dict(model.named_modules()), tensors
+
+
+def _assert_as_it_was(before: State, model: nn.Module) -> None:
+    modules, tensors = before
     assert modules == dict(model.named_modules())
     assert tensors.keys() == _named_tensors(model).keys()
     for key, tensor in _named_tensors(model).items():

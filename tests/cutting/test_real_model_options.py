@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import penstock
+from fuzzing import IS_LONG, only_in_fuzz, rotated
 from limits import HANG_S
 from penstock import Balanced, Pipeline
 from penstock.comm import LocalGroup
@@ -50,14 +51,14 @@ def check(model: RealModel, module: nn.Module, cut: str, schedule: str, **tolera
     assert_like_whole(train_whole(model, module, batch), ranks, **tolerance)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@rotated(name=["llama", *(["gpt2"] * IS_LONG)], attention=["sdpa", *(["eager"] * IS_LONG)])
 def test_causal_model_with_padding_trains_as_whole(name: str, attention: str) -> None:
     model = with_kwargs(REAL_MODELS[name], attention_mask=some_mask())
     check(model, model.build(attn_implementation=attention), "balanced 4", "ZBV")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", ["gpt2", "llama"] if IS_LONG else ["gpt2"])
 def test_checkpointed_model_trains_as_whole(name: str) -> None:
     model = REAL_MODELS[name]
     module = model.build()
@@ -74,6 +75,7 @@ def test_model_with_reentrant_checkpoints_is_rejected() -> None:
         cut_real(model, module, "names 2")
 
 
+@only_in_fuzz
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
 def test_grouped_experts_train_as_whole(schedule: str) -> None:
     model = REAL_MODELS["mixtral"]
@@ -91,11 +93,13 @@ def balanced_experts() -> RealModel:
     return model._replace(loss_fn=own_loss)
 
 
+@only_in_fuzz
 def test_load_balancing_loss_of_experts_in_all_stages_trains_as_whole() -> None:
     model = balanced_experts()
     check(model, model.build(), "names 2", "1F1B")
 
 
+@only_in_fuzz
 def test_load_balancing_loss_of_experts_cannot_be_counted_but_measured() -> None:
     model = balanced_experts()
     module = model.build()
@@ -108,6 +112,7 @@ def test_load_balancing_loss_of_experts_cannot_be_counted_but_measured() -> None
     assert 2 == pipe.num_stages
 
 
+@only_in_fuzz
 def test_experts_that_are_chosen_in_python_cannot_be_traced() -> None:
     model = REAL_MODELS["mixtral"]
     module = model.build(experts_implementation="eager")
@@ -121,7 +126,8 @@ def test_model_that_returns_a_cache_cannot_be_traced() -> None:
         cut_real(model, model.build(), "names 2")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "torch_transformer"])
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", ["gpt2", "bert", "torch_transformer"] if IS_LONG else ["gpt2"])
 def test_model_with_dropout_learns_and_drops_nothing_in_eval(name: str) -> None:
     model = REAL_MODELS[name]
     module = model.build(dropout=0.1)

@@ -1,4 +1,7 @@
-"""Models of transformers and torch train in a traced pipeline as they do whole."""
+"""Models of transformers and torch train in a traced pipeline as they do whole.
+
+`make fuzz` has all of them; elsewhere two or three do, since each takes seconds to trace.
+"""
 
 from functools import cache
 
@@ -6,6 +9,7 @@ import pytest
 from torch import nn
 
 import penstock
+from fuzzing import IS_LONG, rotated
 from real_models import (
     REAL_MODELS,
     assert_like_whole,
@@ -15,6 +19,8 @@ from real_models import (
     train_whole,
 )
 from staged_models import StepRecord
+
+SOME_MODELS = list(REAL_MODELS) if IS_LONG else ["gpt2", "torch_transformer"]
 
 
 @cache
@@ -35,18 +41,19 @@ def check(name: str, cut: str, schedule: str) -> None:
     assert_like_whole(step_of_whole(name), ranks)
 
 
-@pytest.mark.parametrize("name", REAL_MODELS)
-@pytest.mark.parametrize("cut", ["names 2", "balanced 2"])
+@rotated(name=SOME_MODELS, cut=["names 2", "balanced 2"])
 def test_model_in_two_stages_trains_as_whole(name: str, cut: str) -> None:
     check(name, cut, "1F1B")
 
 
-@pytest.mark.parametrize("name", REAL_MODELS)
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", REAL_MODELS if IS_LONG else ["gpt2"])
 def test_model_in_four_stages_trains_as_whole_with_split_backward(name: str) -> None:
     check(name, "balanced 4", "ZBV")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", ["gpt2", "t5"] if IS_LONG else ["t5"])
 def test_model_that_returns_tuples_trains_as_whole_with_split_backward(name: str) -> None:
     model = REAL_MODELS[name].in_tuples()
     batch = model.batch()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
+from fuzzing import rotated
 from penstock import PipelineStage
 from real_models import (
     BATCH_SIZE,
@@ -29,8 +30,9 @@ from real_models import (
 from stage_training import Group
 from staged_models import Batch, StepRecord
 
+SCHEDULES = {"1F1B": (2, "1F1B"), "ZBV": (4, "ZBV")}
 both_schedules = pytest.mark.parametrize(
-    ("num_stages", "schedule"), [(2, "1F1B"), (4, "ZBV")], ids=["1F1B", "ZBV"]
+    ("num_stages", "schedule"), SCHEDULES.values(), ids=SCHEDULES
 )
 NOT_CUT = ("", "", "")
 
@@ -39,11 +41,11 @@ def vectors(length: int = LENGTH) -> Tensor:
     return torch.randn(BATCH_SIZE, length, WIDTH, dtype=torch.float64)
 
 
-@both_schedules
-@pytest.mark.parametrize("is_balanced", [False, True])
+@rotated(cut=SCHEDULES, is_balanced=[False, True])
 def test_encoder_cut_between_its_layers_trains_as_whole(
-    num_stages: int, schedule: str, is_balanced: bool
+    cut: tuple[int, str], is_balanced: bool
 ) -> None:
+    num_stages, schedule = cut
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
     norm = nn.LayerNorm(WIDTH)
     encoder = nn.TransformerEncoder(layer, LAYERS, norm).double()
@@ -162,11 +164,11 @@ class SavedLlama:
         return PipelineStage(module, stage_index, len(self.modules), device, group=group)
 
 
-@both_schedules
-@pytest.mark.parametrize("is_checkpointed", [False, True])
+@rotated(cut=SCHEDULES, is_checkpointed=[False, True])
 def test_llama_cut_by_a_stage_class_trains_as_whole(
-    num_stages: int, schedule: str, is_checkpointed: bool, tmp_path: Path
+    cut: tuple[int, str], is_checkpointed: bool, tmp_path: Path
 ) -> None:
+    num_stages, schedule = cut
     llama = REAL_MODELS["llama"].build()
     llama.save_pretrained(tmp_path)
     ids, target = some_tokens(), some_tokens()

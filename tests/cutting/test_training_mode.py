@@ -134,15 +134,9 @@ def assert_same(model: nn.Module, pipe: Pipe) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_stage_in_training_does_as_the_model(name: str) -> None:
-    model, pipe = make(name)
-    assert_same(model, pipe)
-    assert_same(model, pipe)
-
-
-@pytest.mark.parametrize("name", MODULES)
 def test_stage_follows_eval_and_train(name: str) -> None:
     model, pipe = make(name)
+    assert_same(model, pipe)
     assert_same(model, pipe)
     for is_training in (False, True, False):
         set_training(model, pipe, is_training)

@@ -1,25 +1,19 @@
 """A stage wrapped in DistributedDataParallel: its reducer averages gradients in W.
 
-Two processes on this machine, gloo, a file for a store. Every wait has a limit, and no
-process outlives its test.
+Two processes on this machine, over gloo.
 """
 
 import copy
-import datetime
-import gc
-import traceback
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from limits import HANG_S, PROCESS_S
 from penstock.backward import SplitEngine, stage_backward_input, stage_backward_weight
+from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.dist
 
@@ -81,17 +75,18 @@ class _Split:
             stage_backward_weight(self._model.parameters(), self._left)
 
 
-def _train(rank: int, mechanism: str) -> None:
+def _train(group: dist.ProcessGroup, mechanism: str) -> None:
+    rank = dist.get_rank(group)
     torch.manual_seed(0)
     model = Model().double()
     plain = copy.deepcopy(model)
     reductions: list[int] = []
     # Small buckets: several reductions in each W, some while others wait.
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.0001)
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.0001)
 
     def reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         reductions.append(bucket.index())
-        work = dist.all_reduce(bucket.buffer().div_(NUM_RANKS), async_op=True)
+        work = dist.all_reduce(bucket.buffer().div_(NUM_RANKS), group=group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
     wrapped.register_comm_hook(None, reduce)
@@ -114,49 +109,8 @@ def _train(rank: int, mechanism: str) -> None:
         model.zero_grad()
 
 
-def _main(rank: int, mechanism: str, store: str, failures: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=datetime.timedelta(seconds=HANG_S),
-    )
-    try:
-        _train(rank, mechanism)
-    except BaseException:
-        Path(failures, f"rank{rank}.txt").write_text(traceback.format_exc())
-        raise
-    finally:
-        # The reducer is in a cycle; with it lives the group, and with that its threads.
-        gc.collect()
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("mechanism", ["functions", "engine"])
 def test_gradients_are_averaged_over_ranks_in_the_weight_half(
-    mechanism: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mechanism: str, pool: WorkerPool
 ) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    context = mp.get_context("spawn")
-    args = (mechanism, str(tmp_path / "store"), str(tmp_path))
-    processes = [context.Process(target=_main, args=(rank, *args)) for rank in range(NUM_RANKS)]
-    deadline = datetime.datetime.now() + datetime.timedelta(seconds=PROCESS_S)
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            left = (deadline - datetime.datetime.now()).total_seconds()
-            process.join(max(left, 0.1))
-    finally:
-        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join(HANG_S)
-    reports = [path.read_text() for path in sorted(tmp_path.glob("rank*.txt"))]
-    assert not reports, "\n".join(reports)
-    assert [] == hung, f"ranks {hung} did not finish in {PROCESS_S} s"
-    assert [0, 0] == [process.exitcode for process in processes]
+    pool.run(NUM_RANKS, _train, mechanism)

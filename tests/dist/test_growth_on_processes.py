@@ -1,15 +1,16 @@
-"""Many steps over gloo leave nothing behind that adds up."""
+"""Many steps over either link leave nothing behind that adds up."""
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 
+from fuzzing import rotated
 from limits import HANG_S
 from local_steps import mean_square, randn
 from penstock import Pipeline, schedules
 from stage_training import make_stages
 from tensor_counts import growth_of, live_tensors, weights_and_grads
-from worker_pool import WorkerPool
+from worker_pool import LINKS, WorkerPool
 
 pytestmark = pytest.mark.dist
 
@@ -46,15 +47,15 @@ def _leave(group: dist.ProcessGroup, name: str) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in live_tensors(but=known)]
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZB-V"])
-def test_many_steps_do_not_grow(name: str, pool: WorkerPool) -> None:
-    for tensors, memory in pool.run(2, _grow, name):
+@rotated(name=["1F1B", "ZB-V"], link=LINKS)
+def test_many_steps_do_not_grow(name: str, link: str, pool: WorkerPool) -> None:
+    for tensors, memory in pool.run(2, _grow, name, link=link):
         assert 0 == tensors
         assert memory < ROOM_BYTES
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZB-V", "DualPipeV"])
+@rotated(name=["1F1B", "ZB-V", "DualPipeV"], link=LINKS)
 def test_after_a_step_only_weights_gradients_inputs_and_outputs_are_alive(
-    name: str, pool: WorkerPool
+    name: str, link: str, pool: WorkerPool
 ) -> None:
-    assert [[], []] == pool.run(2, _leave, name)
+    assert [[], []] == pool.run(2, _leave, name, link=link)

@@ -1,4 +1,4 @@
-"""What goes over gloo between real ranks: types, shapes that change, gradients that are absent."""
+"""What goes between real ranks: types, shapes that change, gradients that are absent."""
 
 from typing import Any
 
@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fuzzing import rotated
 from limits import HANG_S
 from local_steps import mean_square, mlp_batch, zero_grad
 from penstock import Pipeline, Schedule, schedules
 from stage_training import assert_close, assert_same_grads, make_stages
 from staged_models import MODELS, MLPStage, StepRecord, named_grads, run_unsplit
-from worker_pool import WorkerPool
+from worker_pool import LINKS, WorkerPool
 
 pytestmark = pytest.mark.dist
 
@@ -122,9 +123,8 @@ def _step(group: dist.ProcessGroup, name: str, kind: str) -> list[StepRecord]:
     return records
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_step_is_as_unsplit(name: str, kind: str, pool: WorkerPool) -> None:
+@rotated(kind=KINDS, name=NAMES, link=LINKS)
+def test_step_is_as_unsplit(kind: str, name: str, link: str, pool: WorkerPool) -> None:
     """The reference runs the microbatches in turn: what stages add up depends on their size."""
     modules = _modules(kind)
     torch.manual_seed(1)
@@ -134,7 +134,7 @@ def test_step_is_as_unsplit(name: str, kind: str, pool: WorkerPool) -> None:
         outputs.append(run_unsplit(modules, (part,), {}))
         (mean_square(outputs[-1], wanted) / 4).backward(retain_graph=True)
     grads = {**named_grads(dict(enumerate(modules))), "x": x.grad}
-    results = pool.run(_make(name).num_ranks, _step, name, kind)
+    results = pool.run(_make(name).num_ranks, _step, name, kind, link=link)
     for step in range(3):
         ranks = [records[step] for records in results]
         (actual,) = (record.outputs for record in ranks if record.outputs is not None)
@@ -167,8 +167,10 @@ def _step_dynamic(group: dist.ProcessGroup, name: str) -> StepRecord:
     return StepRecord(outputs, [], named_grads({index: modules[index] for index in held}))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_lengths_may_change_with_microbatch_and_step(name: str, pool: WorkerPool) -> None:
+@rotated(name=NAMES, link=LINKS)
+def test_lengths_may_change_with_microbatch_and_step(
+    name: str, link: str, pool: WorkerPool
+) -> None:
     model = MODELS["transformer"]
     modules = [model.stage(index, NUM_STAGES) for index in range(NUM_STAGES)]
     expected = []
@@ -177,7 +179,7 @@ def test_lengths_may_change_with_microbatch_and_step(name: str, pool: WorkerPool
         for output, (_, target) in zip(outputs, batch, strict=True):
             model.loss(output, target, "sum").backward()
         expected.append([output.detach() for output in outputs])
-    results = pool.run(_make(name).num_ranks, _step_dynamic, name)
+    results = pool.run(_make(name).num_ranks, _step_dynamic, name, link=link)
     (actual,) = (record.outputs for record in results if record.outputs[0] is not None)
     assert_close("outputs", expected, actual)
     grads = named_grads(dict(enumerate(modules)))

@@ -1,16 +1,15 @@
-"""Odd tensors between processes: gloo sends bytes, so what arrives must be what they meant."""
+"""Odd tensors between processes: links send bytes, so what arrives must be what they meant."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from failing_ranks import Scenario, Session, make_pipeline
+import torch.distributed as dist
+from failing_ranks import make_pipeline
 from torch import Tensor, nn
 
-from limits import PROCESS_S
+from worker_pool import LINKS, WorkerPool
 
 pytestmark = pytest.mark.dist
 
@@ -87,17 +86,18 @@ def _total(value: Any) -> Tensor:
     return total
 
 
-def _send(name: str, rank: int, num_ranks: int) -> None:
-    make = MESSAGES[name]
+def _send(group: dist.ProcessGroup, name: str) -> None:
+    make, rank = MESSAGES[name], dist.get_rank(group)
     first = _First(make)
     made = first(_numbers())
     arguments = made if type(made) is tuple else (made,)
     detached = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, arguments)
     pipeline = make_pipeline(
         rank,
-        num_ranks,
+        2,
         m=2,
         module_of=lambda stage: _First(make) if stage == 0 else _Second(detached),
+        group=group,
         loss_fn=lambda output, target: output,
         scale_grads=False,
     )
@@ -109,18 +109,18 @@ def _send(name: str, rank: int, num_ranks: int) -> None:
         scale = next(pipeline.stages[0].submod.parameters())
         expected = 2 * NUM_STEPS * first.scale.grad
         torch.testing.assert_close(scale.grad, expected, rtol=1e-12, atol=1e-12)
+    pipeline.close()
 
 
-@pytest.fixture(scope="module", params=["0", "1"], ids=["gloo", "shared memory"])
-def session(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Session]:
-    folder: Path = tmp_path_factory.mktemp("messages")
-    scenarios: list[tuple[str, Scenario]] = [(name, partial(_send, name)) for name in MESSAGES]
-    with Session(folder, 2, scenarios, shared_memory=request.param) as session:
-        session.join(PROCESS_S)
-        yield session
+def _send_all(group: dist.ProcessGroup) -> None:
+    for name in MESSAGES:
+        try:
+            _send(group, name)
+        except Exception as error:
+            error.add_note(f"message {name!r}")
+            raise
 
 
-@pytest.mark.parametrize("name", list(MESSAGES))
-def test_an_odd_message_and_its_gradient_arrive(session: Session, name: str) -> None:
-    for report in session.reports(name):
-        assert [] == report.kinds, report.trace
+@pytest.mark.parametrize("link", LINKS)
+def test_odd_messages_and_their_gradients_arrive(link: str, pool: WorkerPool) -> None:
+    pool.run(2, _send_all, link=link)

@@ -65,13 +65,17 @@ def joined(ranks: list[Trained]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.fixture(scope="module")
+def expected(pool: WorkerPool) -> dict[str, Tensor]:
+    return joined(pool.run(4, train_by, "1F1B", 4))
+
+
 @pytest.mark.parametrize(
     ("name", "num_ranks"), [("ZB-H1", 4), ("ZB-V", 2), ("V-Half", 2), ("DualPipeV", 2)]
 )
 def test_schedule_trains_like_1f1b_to_the_last_bit(
-    name: str, num_ranks: int, pool: WorkerPool
+    name: str, num_ranks: int, expected: dict[str, Tensor], pool: WorkerPool
 ) -> None:
-    expected = joined(pool.run(4, train_by, "1F1B", 4))
     actual = joined(pool.run(num_ranks, train_by, name, num_ranks))
     assert expected.keys() == actual.keys()
     assert NUM_STEPS * NUM_MICROBATCHES == sum(key.startswith("loss") for key in expected)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from fuzzing import rotated
 from local_steps import mean_square
 from penstock import Pipeline
 from penstock.backward import SplitEngine, stage_backward_input
@@ -72,29 +73,30 @@ def refusal_of(world: dist.ProcessGroup, kind: str, schedule: str, wraps_late: b
     return ""
 
 
-@pytest.mark.parametrize("wraps_late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(
-    ("kind", "schedule", "words"),
-    [
-        (
-            "fully_shard",
-            "ZB-H1",
-            "it has fully_shard (FSDP2), which gives wrong gradients in a split",
-        ),
-        ("fully_shard on a block", "ZB-H1", "its module '2' has fully_shard (FSDP2)"),
-        ("replicate", "ZB-H1", "it has replicate (built on FSDP2), which gives wrong"),
-        ("replicate by DDP", "1F1B", "it has replicate (built on DistributedDataParallel), which"),
-        ("DDP on a block", "1F1B", "its module '2' has DistributedDataParallel on a part of the"),
-        (
-            "FSDP1",
-            "1F1B",
-            "it has FullyShardedDataParallel (FSDP1), which gives wrong gradients in a",
-        ),
-    ],
-)
+REFUSED = {
+    "fully_shard": (
+        "ZB-H1",
+        "it has fully_shard (FSDP2), which gives wrong gradients in a split",
+    ),
+    "fully_shard on a block": ("ZB-H1", "its module '2' has fully_shard (FSDP2)"),
+    "replicate": ("ZB-H1", "it has replicate (built on FSDP2), which gives wrong"),
+    "replicate by DDP": (
+        "1F1B",
+        "it has replicate (built on DistributedDataParallel), which",
+    ),
+    "DDP on a block": ("1F1B", "its module '2' has DistributedDataParallel on a part of the"),
+    "FSDP1": (
+        "1F1B",
+        "it has FullyShardedDataParallel (FSDP1), which gives wrong gradients in a",
+    ),
+}
+
+
+@rotated(kind=list(REFUSED), wraps_late={"before": False, "after": True})
 def test_stage_whose_gradients_would_be_wrong_is_refused(
-    kind: str, schedule: str, words: str, wraps_late: bool, fresh_pool: WorkerPool
+    kind: str, wraps_late: bool, fresh_pool: WorkerPool
 ) -> None:
+    schedule, words = REFUSED[kind]
     for message in fresh_pool.run(2, refusal_of, kind, schedule, wraps_late):
         assert message.startswith("stage 0 on rank 0: ")
         assert words in message

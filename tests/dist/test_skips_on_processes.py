@@ -3,9 +3,6 @@
 `tests/runtime/test_skips.py` has more of it within one process.
 """
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -13,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from fuzzing import IS_LONG, rotated
 from limits import HANG_S
 from penstock import Schedule, schedules
 from penstock.errors import DeadlineError, PipelineError
@@ -27,102 +25,76 @@ from skip_models import (
     random_skips,
     train_skips,
 )
-from staged_models import StepRecord
 from tensor_counts import growth_of
-from worker_pool import WorkerPool
+from worker_pool import LINKS, WorkerPool
 
 pytestmark = pytest.mark.dist
 
 NAMES = ["1F1B", "Interleaved1F1B", "ZB-V"]
 # Where there are stages to skip.
-PLACES = [
-    (name, p) for name in NAMES for p in (2, 4) if p * schedules.get(name).stages_per_rank > 2
-]
-every_place = pytest.mark.parametrize(("name", "num_ranks"), PLACES)
-either_link = pytest.mark.parametrize("link", ["shared memory", "gloo"])
+PLACES = {
+    f"{name}-{p}": (name, p)
+    for name in NAMES
+    for p in ((2, 4) if IS_LONG or name == "ZB-V" else (4,))
+    if p * schedules.get(name).stages_per_rank > 2
+}
+Place = tuple[str, int]
 
 
 def _make(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     return schedules.get(name)(num_ranks=num_ranks, num_microbatches=num_microbatches)
 
 
-@contextmanager
-def _linked_by(link: str) -> Iterator[None]:
-    """What a pipeline that connects in here uses within the machine; this is run in a worker."""
-    before = os.environ.get("PENSTOCK_SHARED_MEMORY")
-    os.environ["PENSTOCK_SHARED_MEMORY"] = "0" if link == "gloo" else "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PENSTOCK_SHARED_MEMORY"]
-        else:
-            os.environ["PENSTOCK_SHARED_MEMORY"] = before
-
-
-def _train(group: dist.ProcessGroup, run: SkipRun, link: str) -> list[StepRecord]:
-    with _linked_by(link):
-        return train_skips(group, run)
-
-
-def check(pool: WorkerPool, run: SkipRun, link: str = "shared memory") -> None:
-    ranks = pool.run(run.schedule.num_ranks, _train, run, link)
+def check(pool: WorkerPool, run: SkipRun, link: str) -> None:
+    ranks = pool.run(run.schedule.num_ranks, train_skips, run, link=link)
     assert_skips_like_unsplit(run, ranks)
 
 
-@either_link
-@pytest.mark.parametrize("num_microbatches", [1, 6])
-@every_place
-def test_random_skips(
-    name: str, num_ranks: int, num_microbatches: int, link: str, pool: WorkerPool
-) -> None:
-    schedule = _make(name, num_ranks, num_microbatches)
+@rotated(place=PLACES, num_microbatches=[6, 1], link=LINKS)
+def test_random_skips(place: Place, num_microbatches: int, link: str, pool: WorkerPool) -> None:
+    schedule = _make(*place, num_microbatches)
     skips = random_skips(schedule.num_stages, num_microbatches)
     check(pool, SkipRun(schedule, skips, is_even=num_microbatches == 1, evaluates=True), link)
 
 
-@either_link
-@every_place
-def test_every_skip_that_is_possible_at_once(
-    name: str, num_ranks: int, link: str, pool: WorkerPool
-) -> None:
-    schedule = _make(name, num_ranks, 4)
+@rotated(place=PLACES, link=LINKS)
+def test_every_skip_that_is_possible_at_once(place: Place, link: str, pool: WorkerPool) -> None:
+    schedule = _make(*place, 4)
     pairs = possible_skips(schedule.num_stages)
     skips = tuple(Skip(*pair, KINDS[sum(pair) % len(KINDS)]) for pair in pairs)
     check(pool, SkipRun(schedule, skips), link)
 
 
-@either_link
-@every_place
+@rotated(place=PLACES if IS_LONG else {"1F1B-4": ("1F1B", 4), "ZB-V-2": ("ZB-V", 2)}, link=LINKS)
 def test_stage_that_gives_nothing_to_the_next_one(
-    name: str, num_ranks: int, link: str, pool: WorkerPool
+    place: Place, link: str, pool: WorkerPool
 ) -> None:
-    run = SkipRun(_make(name, num_ranks, 4), (Skip(0, 2), Skip(0, 3), Skip(1, 3, "two")), (0, 1))
+    run = SkipRun(_make(*place, 4), (Skip(0, 2), Skip(0, 3), Skip(1, 3, "two")), (0, 1))
     check(pool, run, link)
 
 
-@every_place
-def test_shapes_change_from_step_to_step(name: str, num_ranks: int, pool: WorkerPool) -> None:
-    schedule = _make(name, num_ranks, 4)
+@rotated(place=PLACES if IS_LONG else {"ZB-V-4": ("ZB-V", 4)}, link=LINKS)
+def test_shapes_change_from_step_to_step(place: Place, link: str, pool: WorkerPool) -> None:
+    schedule = _make(*place, 4)
     skips = random_skips(schedule.num_stages, 7)
-    check(pool, SkipRun(schedule, skips, is_dynamic=True, num_steps=3))
+    check(pool, SkipRun(schedule, skips, is_dynamic=True, num_steps=3), link)
 
 
 # V: ranks 0 1 1 0, where what skips goes both ways at once, there and back. 1F1B: values one way,
 # gradients the other. Loop: over four ranks, since with two a skip would end where it began.
-LARGE_RUNS = [
-    ("1F1B", 4, ((0, 2), (0, 3), (1, 3))),
-    ("ZB-V", 2, ((0, 2), (1, 3))),
-    ("ZB-V", 4, ((0, 6), (1, 7), (2, 4))),
-    ("Interleaved1F1B", 4, ((0, 2), (1, 4), (3, 5))),
-]
+LARGE_RUNS = {
+    "1F1B-4": ("1F1B", 4, ((0, 2), (0, 3), (1, 3))),
+    "ZB-V-2": ("ZB-V", 2, ((0, 2), (1, 3))),
+    "ZB-V-4": ("ZB-V", 4, ((0, 6), (1, 7), (2, 4))),
+    "Interleaved1F1B-4": ("Interleaved1F1B", 4, ((0, 2), (1, 4), (3, 5))),
+}
 
 
-@either_link
-@pytest.mark.parametrize(("name", "num_ranks", "pairs"), LARGE_RUNS)
+@rotated(large=LARGE_RUNS, link=LINKS)
 def test_large_values_in_both_directions_at_once(
-    name: str, num_ranks: int, pairs: Any, link: str, pool: WorkerPool
+    large: tuple[str, int, Any], link: str, pool: WorkerPool
 ) -> None:
+    name, num_ranks, pairs = large
     skips = tuple(Skip(*pair, "large") for pair in pairs)
     check(pool, SkipRun(_make(name, num_ranks, 4), skips), link)
 

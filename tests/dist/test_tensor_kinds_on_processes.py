@@ -41,7 +41,7 @@ def _links(shared_memory: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ["PENSTOCK_SHARED_MEMORY"]
+        os.environ["PENSTOCK_SHARED_MEMORY"] = "1"  # As WorkerPool.run has it.
 
 
 def _pipeline(group: Any, module: nn.Module, **kwargs: Any) -> Pipeline:

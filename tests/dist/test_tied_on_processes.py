@@ -10,20 +10,24 @@ import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from fuzzing import rotated
 from tied_models import TiedRecord, TiedRun, assert_trains_as_unsplit, train_tied
-from worker_pool import WorkerPool
+from worker_pool import LINKS, WorkerPool
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize("steps_per_update", [1, 2])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZB-V"])
+@rotated(
+    schedule=["1F1B", "Interleaved1F1B", "ZB-V"],
+    num_ranks=[4, 2],
+    steps_per_update=[1, 2],
+    link=LINKS,
+)
 def test_copies_train_as_one_parameter(
-    schedule: str, num_ranks: int, steps_per_update: int, pool: WorkerPool
+    schedule: str, num_ranks: int, steps_per_update: int, link: str, pool: WorkerPool
 ) -> None:
     run = TiedRun(schedule, num_ranks, steps_per_update=steps_per_update)
-    assert_trains_as_unsplit(run, pool.run(num_ranks, train_tied, run))
+    assert_trains_as_unsplit(run, pool.run(num_ranks, train_tied, run, link=link))
 
 
 def _train_replicas(
@@ -47,9 +51,12 @@ def _train_replicas(
             dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("is_bucket_view", [False, True], ids=["own memory", "bucket views"])
-@pytest.mark.parametrize("has_frozen_head", [False, True], ids=["all used", "one frozen"])
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
+@rotated(
+    num_cases=4,
+    schedule=["1F1B", "ZB-V"],
+    has_frozen_head={"all used": False, "one frozen": True},
+    is_bucket_view={"own memory": False, "bucket views": True},
+)
 def test_copies_that_data_parallel_stages_hold(
     schedule: str, has_frozen_head: bool, is_bucket_view: bool, pool: WorkerPool
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from fuzzing import rotated
 from local_steps import mlp
 from penstock import Pipeline
 from penstock.errors import CommError, StageError
@@ -103,9 +104,12 @@ def train_in(
     return grads, losses
 
 
-@pytest.mark.parametrize("are_masked", [False, True], ids=["uneven", "masked"])
-@pytest.mark.parametrize("wrapper", ["DDP", "own all-reduce"])
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+@rotated(
+    num_cases=4,
+    schedule=["1F1B", "ZB-H1"],
+    wrapper=["DDP", "own all-reduce"],
+    are_masked={"uneven": False, "masked": True},
+)
 def test_replicas_train_as_one_process_with_both_batches(
     schedule: str, wrapper: str, are_masked: bool, pool: WorkerPool
 ) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import penstock
 from auto_training import AutoRun, assert_trained_alike, train_auto
+from fuzzing import rotated
 from local_steps import mean_square, mlp, mlp_batch, step_unsplit, zero_grad
 from penstock import (
     CostTable,
@@ -62,8 +63,7 @@ def step_on_two_ranks(num_steps: int = 1, **options: Any) -> None:
     local_ranks(2, main)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3, 4])
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@rotated(placement=PLACEMENTS, num_microbatches=[4, 3, 1])
 def test_every_step_trains_as_the_unsplit_model(
     placement: tuple[int, ...], num_microbatches: int
 ) -> None:

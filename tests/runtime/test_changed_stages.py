@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from fuzzing import rotated
 from local_steps import (
     FOUR_STAGES,
     WIDTH,
@@ -83,8 +84,11 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@every_schedule
+@rotated(
+    num_cases=2 * len(CHANGES),
+    change={change.__name__: change for change in CHANGES},
+    schedule=FOUR_STAGES,
+)
 def test_change_of_a_stage_takes_effect_in_the_next_step(schedule: Any, change: Any) -> None:
     """A split step's engine once kept the module that it was prepared for."""
     batch, modules = mlp_batch(), mlp()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fuzzing import IS_LONG, rotated
 from local_steps import (
     FOUR_STAGES,
     NUM_STAGES,
@@ -36,7 +37,7 @@ from penstock.ir import Action, Backward, BackwardInput, BackwardWeight, Forward
 from penstock.ir.action import compute_parts
 from penstock.passes import add_comms
 from penstock.runtime import ActionContext
-from stage_training import CPU, TRAINING_NAMES, assert_same_grads
+from stage_training import CPU, SOME_NAMES, TRAINING_NAMES, assert_same_grads
 from staged_models import named_grads
 
 every_schedule = pytest.mark.parametrize("schedule", FOUR_STAGES.values(), ids=FOUR_STAGES)
@@ -71,8 +72,7 @@ def random_schedule(seed: int) -> Schedule:
     return Schedule(orders, placement, m)
 
 
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("has_comms", [False, True])
+@rotated(num_cases=12, seed=range(40) if IS_LONG else range(12), has_comms=[False, True])
 def test_random_schedule_trains_as_unsplit(seed: int, has_comms: bool) -> None:
     schedule = random_schedule(seed)
     check(add_comms(schedule) if has_comms else schedule)
@@ -102,23 +102,22 @@ def test_schedule_from_text_with_sends_and_receives_of_its_own() -> None:
     check(schedule)
 
 
-@pytest.mark.parametrize("name", TRAINING_NAMES)
+@pytest.mark.parametrize("name", SOME_NAMES)
 def test_schedule_that_went_through_text(name: str) -> None:
     schedule = schedules.get(name)(num_ranks=2, num_microbatches=4)
     check(Schedule.from_csv(add_comms(schedule).to_csv()))
 
 
-@pytest.mark.parametrize("stages_per_rank", [1, 3])
-@pytest.mark.parametrize(
-    "name", [name for name in TRAINING_NAMES if schedules.get(name).takes_any_stages_per_rank]
+@rotated(
+    name=[name for name in TRAINING_NAMES if schedules.get(name).takes_any_stages_per_rank],
+    stages_per_rank=[3, 1],
 )
 def test_other_numbers_of_stages_per_rank(name: str, stages_per_rank: int) -> None:
     make = schedules.get(name)
     check(make(num_ranks=2, num_microbatches=3, stages_per_rank=stages_per_rank))
 
 
-@pytest.mark.parametrize("name", TRAINING_NAMES)
-@pytest.mark.parametrize("num_microbatches", [1, 2, 7])
+@rotated(name=TRAINING_NAMES, num_microbatches=[1, 7, 2])
 def test_few_microbatches_and_numbers_that_ranks_do_not_divide(
     name: str, num_microbatches: int
 ) -> None:

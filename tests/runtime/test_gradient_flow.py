@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fuzzing import rotated
 from local_steps import (
     FOUR_STAGES,
     NUM_MICROBATCHES,
@@ -58,8 +59,7 @@ def between(give: Any, take: Any, place: int) -> list[nn.Module]:
     return modules
 
 
-@every_schedule
-@pytest.mark.parametrize("frozen", [(0,), (1,), (3,), (0, 1), (1, 2), (0, 1, 2), (0, 3)])
+@rotated(frozen=[(0,), (1,), (3,), (0, 1), (1, 2), (0, 1, 2), (0, 3)], schedule=FOUR_STAGES)
 def test_frozen_stages_have_no_gradient_and_others_have_theirs(
     frozen: Iterable[int], schedule: Schedule
 ) -> None:
@@ -86,8 +86,7 @@ def test_wholly_frozen_model_runs_a_step(schedule: Schedule) -> None:
     check(modules, schedule)
 
 
-@every_schedule
-@pytest.mark.parametrize("place", range(3))
+@rotated(place=range(3), schedule=FOUR_STAGES)
 def test_stages_before_an_output_that_needs_no_gradient_get_none(
     place: int, schedule: Schedule
 ) -> None:
@@ -96,8 +95,10 @@ def test_stages_before_an_output_that_needs_no_gradient_get_none(
     check(modules, schedule)
 
 
-@every_schedule
-@pytest.mark.parametrize("places", [(0,), (1,), (2,), (3,), (0, 1), (1, 2), (2, 3), (0, 3)])
+@rotated(
+    places=[(0,), (1,), (2,), (3,), (0, 1), (1, 2), (2, 3), (0, 3)],
+    schedule=FOUR_STAGES,
+)
 def test_stage_passes_its_input_through(places: Iterable[int], schedule: Schedule) -> None:
     modules = mlp()
     for place in places:
@@ -105,9 +106,12 @@ def test_stage_passes_its_input_through(places: Iterable[int], schedule: Schedul
     check(modules, schedule)
 
 
-@every_schedule
-@pytest.mark.parametrize("place", range(3))
-@pytest.mark.parametrize("kind", ["twice", "view", "transposed", "expanded", "list", "dict", "one"])
+@rotated(
+    num_cases=14,
+    kind=["twice", "view", "transposed", "expanded", "list", "dict", "one"],
+    place=range(3),
+    schedule=FOUR_STAGES,
+)
 def test_what_stages_pass_on(kind: str, place: int, schedule: Schedule) -> None:
     """Outputs that are one tensor twice, or views, or in containers."""
     give, take = {
@@ -122,8 +126,7 @@ def test_what_stages_pass_on(kind: str, place: int, schedule: Schedule) -> None:
     check(between(give, take, place), schedule)
 
 
-@every_schedule
-@pytest.mark.parametrize("place", range(3))
+@rotated(place=range(3), schedule=FOUR_STAGES)
 def test_values_that_are_no_tensors_and_tensors_without_dims_are_passed_on(
     place: int, schedule: Schedule
 ) -> None:
@@ -138,8 +141,10 @@ def test_values_that_are_no_tensors_and_tensors_without_dims_are_passed_on(
     check(between(give, take, place), schedule)
 
 
-@every_schedule
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.complex128])
+@rotated(
+    dtype=[torch.bool, torch.int32, torch.float32, torch.complex128],
+    schedule=FOUR_STAGES,
+)
 def test_tensors_of_other_types_are_passed_on(dtype: torch.dtype, schedule: Schedule) -> None:
     def give(layer: nn.Module, x: Tensor) -> Any:
         y = layer(x)
@@ -151,8 +156,7 @@ def test_tensors_of_other_types_are_passed_on(dtype: torch.dtype, schedule: Sche
     check(between(give, take, 1), schedule)
 
 
-@every_schedule
-@pytest.mark.parametrize("place", range(3))
+@rotated(place=range(3), schedule=FOUR_STAGES)
 def test_gradient_that_is_passed_on_is_not_changed_by_adding_to_it(
     place: int, schedule: Schedule
 ) -> None:
@@ -208,17 +212,16 @@ def test_weights_tied_within_a_stage(schedule: Schedule) -> None:
     check(modules, schedule)
 
 
-@pytest.mark.parametrize("name", ["ZB-V", "DualPipeV", "V-Half", "V-Min"])
-@pytest.mark.parametrize(("first", "second"), [(0, 3), (1, 2)])
-def test_weights_tied_over_the_stages_of_a_rank(first: int, second: int, name: str) -> None:
+@rotated(name=["ZB-V", "DualPipeV", "V-Half", "V-Min"], pair=[(0, 3), (1, 2)])
+def test_weights_tied_over_the_stages_of_a_rank(name: str, pair: tuple[int, int]) -> None:
     """A V puts the first and the last stage on one rank: they can share the embedding."""
     modules: list[nn.Module] = [nn.Linear(WIDTH, WIDTH).double() for _ in range(NUM_STAGES)]
+    first, second = pair
     modules[second].weight = modules[first].weight
     check(modules, schedules.get(name)(num_ranks=2, num_microbatches=4))
 
 
-@every_schedule
-@pytest.mark.parametrize("is_leaf", [True, False])
+@rotated(is_leaf=[True, False], schedule=FOUR_STAGES)
 def test_arguments_that_need_a_gradient_get_it(is_leaf: bool, schedule: Schedule) -> None:
     """Also if they were computed: what is behind them is gone through once."""
     modules = mlp()
@@ -234,8 +237,7 @@ def test_arguments_that_need_a_gradient_get_it(is_leaf: bool, schedule: Schedule
     assert_close("grads", grads[0], grads[1])
 
 
-@every_schedule
-@pytest.mark.parametrize("is_whole", [True, False])
+@rotated(is_whole=[True, False], schedule=FOUR_STAGES)
 def test_keyword_arguments_that_need_a_gradient_get_it(is_whole: bool, schedule: Schedule) -> None:
     modules: list[nn.Module] = [
         Call(lambda layer, x, *, scale: torch.tanh(layer(x)) * scale) for _ in range(NUM_STAGES)
@@ -285,8 +287,7 @@ def test_parameters_of_the_loss_get_their_gradient(schedule: Schedule) -> None:
     assert_close("gradient of the loss's weight", wanted, loss.weight.grad)
 
 
-@every_schedule
-@pytest.mark.parametrize("is_frozen", [True, False])
+@rotated(is_frozen=[True, False], schedule=FOUR_STAGES)
 def test_what_the_loss_is_given_gets_its_gradient(is_frozen: bool, schedule: Schedule) -> None:
     """A target, and a keyword argument of the loss; also if they alone need a gradient."""
     modules, (args, _, target) = mlp(), mlp_batch()
@@ -317,8 +318,7 @@ def test_what_the_loss_is_given_gets_its_gradient(is_frozen: bool, schedule: Sch
     assert_close("gradients", *found)
 
 
-@every_schedule
-@pytest.mark.parametrize("scales", [True, False])
+@rotated(scales=[True, False], schedule=FOUR_STAGES)
 def test_model_that_computes_its_own_loss(scales: bool, schedule: Schedule) -> None:
     modules = [*mlp(3), Call(lambda layer, x: layer(x).square().mean())]
     batch = mlp_batch()

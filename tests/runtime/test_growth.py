@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import pytest
 from torch import nn
 
+from fuzzing import rotated
 from local_steps import FOUR_STAGES, NUM_STAGES, mean_square, randn, run_locally
 from penstock import Pipeline, Schedule, schedules
 from staged_models import MODELS
 from tensor_counts import growth_of, live_tensors, weights_and_grads
-
-every_schedule = pytest.mark.parametrize("schedule", FOUR_STAGES.values(), ids=FOUR_STAGES)
 
 # What goes between the stages in the long runs: one microbatch of it is 32 kB, and one of them
 # kept in each of the 240 steps that are measured would be 8 MB.
@@ -18,9 +16,7 @@ ROWS, COLUMNS = 256, 64
 ROOM_BYTES = 4_000_000
 
 
-@every_schedule
-@pytest.mark.parametrize("model_name", ["mlp", "many"])
-@pytest.mark.parametrize("kind", ["step", "eval"])
+@rotated(kind=["step", "eval"], model_name=["many", "mlp"], schedule=FOUR_STAGES)
 def test_after_a_step_only_weights_gradients_inputs_and_outputs_are_alive(
     kind: str, model_name: str, schedule: Schedule
 ) -> None:
@@ -41,8 +37,7 @@ def test_after_a_step_only_weights_gradients_inputs_and_outputs_are_alive(
     assert [] == [tuple(x.shape) for x in live_tensors(but=known)]
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZB-V", "DualPipeV"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@rotated(name=["1F1B", "ZB-V", "DualPipeV"], num_ranks=[2, 1])
 def test_many_steps_do_not_grow(name: str, num_ranks: int) -> None:
     schedule = schedules.get(name)(num_ranks=num_ranks, num_microbatches=4)
     modules = [nn.Linear(COLUMNS, COLUMNS).double() for _ in range(schedule.num_stages)]

@@ -1,13 +1,19 @@
-"""A step's messages are let go of as soon as the schedule proves that they have been received."""
+"""A step's messages: posted ahead, and let go of once the schedule proves them received."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
-from penstock import LocalGroup, Pipeline, PipelineStage
+from bare_steps import run_bare_steps
+from penstock import LocalGroup, Pipeline, PipelineStage, schedules
+from penstock.comm import AbstractComm, Describe, Transfer
+from penstock.comm.abstract_comm import BEGINNING
 from penstock.ir import Backward
+from penstock.ir.message import Channel
+from penstock.runtime.program import make_program
 
 NUM_MICROBATCHES = 8
 
@@ -35,3 +41,65 @@ def test_sent_activation_is_released_when_its_gradient_comes_back() -> None:
 
     penstock.local_ranks(2, main)
     assert [1] * (NUM_MICROBATCHES - 1) + [0] == held
+
+
+class Watched(AbstractComm):
+    """Passes all on to another comm, and notes what has not been waited for."""
+
+    def __init__(self, comm: AbstractComm) -> None:
+        self.rank, self.num_ranks = comm.rank, comm.num_ranks
+        self._comm = comm
+        self.num_sending = self.num_posted = self.most_posted = 0
+
+    def gather(self, value: Any, what: str = BEGINNING) -> list[Any]:
+        return self._comm.gather(value, what)
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        self._comm.open(channels)
+
+    def copies(self, receiver: int) -> bool:
+        return self._comm.copies(receiver)
+
+    def send(self, tensor: Tensor, receiver: int) -> Transfer:
+        self.num_sending += 1
+        return Noted(self._comm.send(tensor, receiver), self.note_sent)
+
+    def recv(self, tensor: Tensor, sender: int) -> Transfer:
+        self.num_posted += 1
+        self.most_posted = max(self.most_posted, self.num_posted)
+        return Noted(self._comm.recv(tensor, sender), self.note_received)
+
+    def note_sent(self) -> None:
+        self.num_sending -= 1
+
+    def note_received(self) -> None:
+        self.num_posted -= 1
+
+    def fail(self, report: str) -> None:
+        self._comm.fail(report)
+
+    def close(self) -> None:
+        self._comm.close()
+
+
+class Noted:
+    """A transfer that tells when it has been waited for."""
+
+    def __init__(self, transfer: Transfer, note: Callable[[], None]) -> None:
+        self._transfer, self._note = transfer, note
+
+    def wait(self, described: Describe) -> None:
+        self._transfer.wait(described)
+        self._note()
+
+
+def test_next_message_is_posted_before_one_is_waited_for_and_all_sends_are_waited_for() -> None:
+    schedule = schedules.get("1F1B")(num_ranks=2, num_microbatches=4)
+
+    def main(group: LocalGroup) -> tuple[int, int, int]:
+        comm = Watched(group.connect())
+        comm.open(make_program(schedule, 0).channels)
+        run_bare_steps(comm, schedule)
+        return comm.num_sending, comm.num_posted, comm.most_posted
+
+    assert [(0, 0, 2)] * 2 == penstock.local_ranks(2, main)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from fuzzing import rotated
 from penstock import CostTable, Placement, schedules, simulate
 from penstock.errors import ScheduleError
 from penstock.ir import Backward, Forward
@@ -29,8 +30,10 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("placement", SHAPES, ids=lambda placement: str(placement.ranks))
+@rotated(
+    placement={str(placement.ranks): placement for placement in SHAPES},
+    num_microbatches=[1, 2, 3, 5, 8],
+)
 def test_safe_schedule_runs_with_full_backwards_for_any_shape(
     placement: Placement, num_microbatches: int
 ) -> None:

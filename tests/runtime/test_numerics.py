@@ -1,11 +1,11 @@
-"""Every schedule trains every model as if it were not split: outputs, losses, gradients.
+"""Schedules train models as if these were not split: outputs, losses, gradients.
 
-All ranks are in this process; `tests/dist/test_numerics_on_processes.py` has the same over gloo.
+Each schedule and each model comes up; `make fuzz` has every schedule with every model. All ranks
+are in this process; `tests/dist/test_numerics_on_processes.py` has real ones.
 """
 
-import pytest
-
 import penstock
+from fuzzing import rotated
 from penstock import compat, schedules
 from stage_training import (
     CLASS_NAMES,
@@ -18,38 +18,31 @@ from stage_training import (
 )
 from staged_models import MODELS
 
-RANKS = [1, 2, 4]
+RANKS = [4, 2, 1]
 
 
 def check(run: Run) -> None:
     assert_like_unsplit(run, penstock.local_ranks(run.num_ranks, train, run))
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("schedule", TRAINING_NAMES)
+@rotated(schedule=TRAINING_NAMES, model=list(MODELS), num_ranks=[4, 2, 4, 1, 4])
 def test_registered_schedule_trains_as_unsplit(schedule: str, model: str, num_ranks: int) -> None:
     check(Run(model, schedule, num_ranks))
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("schedule", CLASS_NAMES)
+@rotated(schedule=CLASS_NAMES, model=list(MODELS), num_ranks=RANKS)
 def test_drop_in_class_trains_uneven_batches_as_unsplit(
     schedule: str, model: str, num_ranks: int
 ) -> None:
     check(Run(model, schedule, num_ranks, is_even=False))
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("schedule", TRAINING_NAMES)
+@rotated(schedule=TRAINING_NAMES, num_ranks=RANKS)
 def test_step_and_eval_alternate(schedule: str, num_ranks: int) -> None:
     check(Run("many", schedule, num_ranks, evaluates=True))
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("is_even", [True, False])
+@rotated(model=list(MODELS), num_ranks=RANKS, is_even=[True, False])
 def test_forward_only_schedule_evaluates_as_unsplit(
     model: str, num_ranks: int, is_even: bool
 ) -> None:

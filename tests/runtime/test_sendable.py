@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from fuzzing import rotated
 from odd_tensors import REFUSED, SENT, Receiver, Sender, Tagged, memory_of, numbers, total
 from penstock import LocalGroup, Pipeline, PipelineStage, local_ranks
 from penstock.comm.collective_results import values_of, waited
@@ -35,8 +36,7 @@ def _run(group: LocalGroup, module: nn.Module, schedule: str = "1F1B", **kwargs:
         pipeline.step_microbatches([(numbers(),)] * NUM_MICROBATCHES if group.rank == 0 else None)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
-@pytest.mark.parametrize("name", list(SENT))
+@rotated(name=list(SENT), schedule=["1F1B", "ZB-H1"])
 def test_an_odd_tensor_and_its_gradient_arrive(name: str, schedule: str) -> None:
     sender, receiver = Sender(SENT[name]), Receiver()
     local_ranks(2, lambda group: _run(group, [sender, receiver][group.rank], schedule))
@@ -53,9 +53,11 @@ def test_an_odd_tensor_and_its_gradient_arrive(name: str, schedule: str) -> None
     torch.testing.assert_close(expected_grad, sender.scale.grad, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("begin", [IN_STEP_1, IN_STEP_3], ids=["step 1", "step 3"])
-@pytest.mark.parametrize("name", list(REFUSED))
+@rotated(
+    name=list(REFUSED),
+    begin={"step 1": IN_STEP_1, "step 3": IN_STEP_3},
+    is_dynamic={"static": False, "dynamic": True},
+)
 def test_a_tensor_that_cannot_be_sent_is_refused_by_name(
     name: str, begin: int, is_dynamic: bool
 ) -> None:

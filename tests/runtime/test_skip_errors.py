@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from local_steps import FOUR_STAGES, randn
 from penstock import LocalGroup, Pipeline, PipelineStage, Schedule, local_ranks, schedules
 from penstock.errors import AgreementError, PipeliningShapeError, StageError
-from penstock.ir import Backward
+from penstock.ir import Backward, Skip
+from penstock.passes import add_sends
 from skip_models import WIDTH
 from stage_training import CPU
 
@@ -187,6 +188,17 @@ def test_ends_on_the_same_rank_that_disagree(ends: Any, counts: tuple[int, int])
     with pytest.raises(AgreementError) as caught:
         _step_with(V, ends)
     assert _disagreement(0, 3, (0, 0), counts) == str(caught.value)
+
+
+def test_schedule_that_sends_what_no_stage_gives_is_rejected() -> None:
+    schedule = add_sends(ONE_F_ONE_B, [Skip(0, 2)])
+    message = (
+        "the schedule sends values from stage 0 to stage 2, but no stage was made with such skips. "
+        "Leave its sends out, with remove_comms: they are added for the skips that there are."
+    )
+    with pytest.raises(AgreementError) as caught:
+        _step_with(schedule, {})
+    assert message == str(caught.value)
 
 
 def test_rank_that_waits_for_what_skips_says_so() -> None:

@@ -13,6 +13,7 @@ from test_custom_parts import random_schedule
 from torch import Tensor, nn
 
 import penstock
+from fuzzing import IS_LONG, rotated
 from local_steps import FOUR_STAGES, NUM_STAGES, mean_square, randn
 from penstock import LocalGroup, Pipeline, PipelineStage, Schedule, schedules
 from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Message, Overlap
@@ -35,7 +36,7 @@ from skip_models import (
     train_skips,
     train_skips_unsplit,
 )
-from stage_training import CPU, TRAINING_NAMES, assert_close, assert_same_grads
+from stage_training import CPU, SOME_NAMES, TRAINING_NAMES, assert_close, assert_same_grads
 from staged_models import named_grads
 from tensor_counts import growth_of, live_tensors, weights_and_grads
 
@@ -58,13 +59,19 @@ def schedule_of(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
 # Where there are stages to skip. DualPipeV needs many microbatches; all others take one.
 GRID = [
     pytest.param(make(generator, shape), id=f"{generator.name}-p{shape.p}-m{shape.m}-v{shape.v}")
-    for generator in REGISTRY
+    for number, generator in enumerate(REGISTRY)
     if generator.name in TRAINING_NAMES
-    for shape in shapes(generator, ranks=(2, 4), microbatches=(1, 3, 9), stages_per_rank=(2,))
+    for shape in shapes(
+        generator,
+        ranks=(2, 4) if IS_LONG else (4,),
+        microbatches=(1, 3, 9) if IS_LONG else ((9,), (1, 9), (3, 9))[number % 3],
+        stages_per_rank=(2,),
+    )
     if shape.p * shape.v > 2
 ]
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("schedule", GRID)
 def test_every_schedule_trains_as_unsplit(schedule: Schedule) -> None:
     m = schedule.num_microbatches
@@ -79,27 +86,27 @@ def test_every_skip_that_is_possible_at_once(name: str) -> None:
     check(SkipRun(schedule, tuple(Skip(*p, KINDS[sum(p) % len(KINDS)]) for p in pairs)))
 
 
-@every_schedule
-@pytest.mark.parametrize("pair", possible_skips(NUM_STAGES))
-@pytest.mark.parametrize("kind", KINDS)
+@rotated(num_cases=14, kind=KINDS, pair=possible_skips(NUM_STAGES), schedule=FOUR_STAGES)
 def test_one_skip_of_each_kind(kind: str, pair: tuple[int, int], schedule: Schedule) -> None:
     check(SkipRun(schedule, (Skip(*pair, kind),)))
 
 
-@pytest.mark.parametrize("last", [2, 3, 4, 5, 6, 7])
-@pytest.mark.parametrize("name", ["1F1B", "ZB-H2"])
-def test_skip_over_one_stage_and_more(name: str, last: int) -> None:
+@rotated(last=range(2, 8) if IS_LONG else [2, 7], name=["1F1B", "ZB-H2"])
+def test_skip_over_one_stage_and_more(last: int, name: str) -> None:
     schedule = schedules.get(name)(num_ranks=last + 1, num_microbatches=last + 2)
     check(SkipRun(schedule, (Skip(0, last, "two"),)))
 
 
 # V: ranks 0 1 1 0. Loop: ranks 0 1 0 1.
-@pytest.mark.parametrize(
-    ("name", "pair"), [("ZB-V", (0, 3)), ("DualPipeV", (0, 3)), ("V-Min", (0, 3))]
-    + [(name, pair) for name in ("Interleaved1F1B", "LoopedBFS") for pair in ((0, 2), (1, 3))],
-)  # fmt: skip
-@pytest.mark.parametrize("kind", KINDS)
-def test_skip_to_a_stage_of_the_same_rank(name: str, pair: tuple[int, int], kind: str) -> None:
+SAME_RANK = [
+    *((name, (0, 3)) for name in ("ZB-V", "DualPipeV", "V-Min")),
+    *((name, pair) for name in ("Interleaved1F1B", "LoopedBFS") for pair in ((0, 2), (1, 3))),
+]
+
+
+@rotated(place={f"{name} {pair}": (name, pair) for name, pair in SAME_RANK}, kind=KINDS)
+def test_skip_to_a_stage_of_the_same_rank(place: tuple[str, tuple[int, int]], kind: str) -> None:
+    name, pair = place
     schedule = schedule_of(name, 2, 3)
     assert 1 == len({schedule.placement.ranks[stage] for stage in pair})
     check(SkipRun(schedule, (Skip(*pair, kind),)))
@@ -121,8 +128,7 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "Interleaved1F1B", "ZB-V", "DualPipeV"])
-@pytest.mark.parametrize("case", SILENT)
+@rotated(case=list(SILENT), name=["1F1B", "ZB-H1", "Interleaved1F1B", "ZB-V", "DualPipeV"])
 def test_stage_that_gives_nothing_to_the_next_one(case: str, name: str) -> None:
     """The next one gets only what skipped stages, or nothing at all."""
     skips, silent = SILENT[case]
@@ -130,7 +136,7 @@ def test_stage_that_gives_nothing_to_the_next_one(case: str, name: str) -> None:
     check(SkipRun(schedule_of(name, num_ranks, 4), skips, silent))
 
 
-@pytest.mark.parametrize("name", TRAINING_NAMES)
+@pytest.mark.parametrize("name", SOME_NAMES)
 def test_step_and_eval_alternate(name: str) -> None:
     schedule = schedule_of(name, 4, 5)
     check(SkipRun(schedule, random_skips(schedule.num_stages, 1), evaluates=True))
@@ -150,22 +156,21 @@ def test_forward_only_schedule_evaluates() -> None:
         assert_close("outputs", compute_unsplit(run.modules(), x), actual)
 
 
-@pytest.mark.parametrize("name", TRAINING_NAMES)
+@pytest.mark.parametrize("name", SOME_NAMES)
 def test_shapes_change_from_step_to_step(name: str) -> None:
     schedule = schedule_of(name, 4, 3)
     skips = random_skips(schedule.num_stages, 3)
     check(SkipRun(schedule, skips, is_dynamic=True, evaluates=True, num_steps=3))
 
 
-@pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
-@pytest.mark.parametrize("name", TRAINING_NAMES)
+@rotated(name=SOME_NAMES, is_even={"even": True, "uneven": False})
 def test_batch_that_comes_in_microbatches(name: str, is_even: bool) -> None:
     schedule = schedule_of(name, 4, 3)
     skips = random_skips(schedule.num_stages, 4)
     check(SkipRun(schedule, skips, is_cut=True, is_even=is_even))
 
 
-@pytest.mark.parametrize("name", TRAINING_NAMES)
+@pytest.mark.parametrize("name", SOME_NAMES)
 def test_schedule_with_communication_of_its_own(name: str) -> None:
     schedule = Schedule.from_csv(add_comms(schedule_of(name, 4, 5)).to_csv())
     assert schedule.has_comms
@@ -185,14 +190,16 @@ def test_sends_that_are_late_and_not_in_the_order_of_their_forwards() -> None:
 
 
 RANDOM = {
-    seed: schedule for seed in range(24) if (schedule := random_schedule(seed)).num_stages > 2
+    str(seed): (seed, schedule)
+    for seed in range(24 if IS_LONG else 10)
+    if (schedule := random_schedule(seed)).num_stages > 2
 }
 
 
-@pytest.mark.parametrize("has_comms", [False, True], ids=["plain", "with sends"])
-@pytest.mark.parametrize("seed", RANDOM)
-def test_random_schedule_and_skips(seed: int, has_comms: bool) -> None:
-    schedule = add_comms(RANDOM[seed]) if has_comms else RANDOM[seed]
+@rotated(drawn=RANDOM, has_comms={"plain": False, "with sends": True})
+def test_random_schedule_and_skips(drawn: tuple[int, Schedule], has_comms: bool) -> None:
+    seed, plain = drawn
+    schedule = add_comms(plain) if has_comms else plain
     check(SkipRun(schedule, random_skips(schedule.num_stages, seed), is_even=seed % 2 == 0))
 
 
@@ -303,8 +310,7 @@ def test_custom_function_may_run_the_halves_of_an_overlap_in_any_order(first: st
     assert_same_grads("step", train_skips_unsplit(run)[0].grads, ranks)
 
 
-@pytest.mark.parametrize("kind", ["step", "eval"])
-@every_schedule
+@rotated(kind=["step", "eval"], schedule=FOUR_STAGES)
 def test_after_a_step_only_weights_gradients_inputs_and_outputs_are_alive(
     kind: str, schedule: Schedule
 ) -> None:
@@ -325,11 +331,11 @@ def test_after_a_step_only_weights_gradients_inputs_and_outputs_are_alive(
 
 
 # As in test_growth.py: one of these kept in each step would be 26 MB in the end.
-ROWS, COLUMNS = 1024, 64
+ROWS, COLUMNS = 4096, 64
 ROOM_BYTES = 10_000_000
 
 
-@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZB-V"])
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZB-V"] if IS_LONG else ["ZB-V"])
 def test_many_steps_do_not_grow(name: str) -> None:
     schedule = schedules.get(name)(num_ranks=2, num_microbatches=4)
     modules = first_to_last()
@@ -338,7 +344,7 @@ def test_many_steps_do_not_grow(name: str) -> None:
     x, target = randn(ROWS, COLUMNS), randn(ROWS, COLUMNS)
 
     def main(pipeline: Pipeline) -> tuple[int, int]:
-        return growth_of(lambda: pipeline.step(x, target=target), num_steps=200, num_warm=40)
+        return growth_of(lambda: pipeline.step(x, target=target), num_steps=50, num_warm=20)
 
     for tensors, memory in run_calls(modules, schedule, FIRST_TO_LAST, main):
         assert 0 == tensors
@@ -390,12 +396,8 @@ class Watched(SkipStage):
         return outputs
 
 
-WATCHED = [
-    (name, stage) for name in ("1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V") for stage in (0, 1, 2, 3)
-]
-
-
-@pytest.mark.parametrize(("name", "stage"), WATCHED)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZB-H1", "ZB-V"])
 def test_values_that_skip_are_dropped_with_the_backward_of_their_microbatch(
     name: str, stage: int
 ) -> None:

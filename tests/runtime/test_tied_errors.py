@@ -156,6 +156,23 @@ def test_ranks_that_disagree_on_the_cut_all_say_so() -> None:
         ) == str(error)
 
 
+def test_a_step_that_fails_leaves_the_gradients_that_there_were() -> None:
+    """They are set aside while a step runs."""
+
+    def explode(grad: Any) -> None:
+        raise Boom("in the backward")
+
+    modules = [Layer(), Layer()]
+    modules[0].linear.bias.register_hook(explode)
+    grads = [torch.ones(4, 4) for _ in modules]
+    for module, grad in zip(modules, grads, strict=True):
+        module.linear.weight.grad = grad
+    errors_of(2, lambda group: train_stages(group, modules, [{"tied": TIED}] * 2))
+    for module, grad in zip(modules, grads, strict=True):
+        assert module.linear.weight.grad is grad
+        assert torch.equal(torch.ones(4, 4), grad)
+
+
 def test_a_rank_that_fails_is_named_to_those_that_wait_for_its_gradient() -> None:
     def explode(grad: Any) -> None:
         raise Boom("in the backward")

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from fuzzing import rotated
 from local_steps import FOUR_STAGES
 from penstock import LocalGroup, Pipeline, PipelineStage, Schedule, schedules
-from stage_training import CPU, TRAINING_NAMES, assert_close, assert_same_grads
+from stage_training import CPU, SOME_NAMES, TRAINING_NAMES, assert_close, assert_same_grads
 from tied_models import (
     Named,
     TiedRun,
@@ -39,31 +40,28 @@ def check(run: TiedRun) -> None:
     assert_trains_as_unsplit(run, penstock.local_ranks(run.num_ranks, train_tied, run))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("schedule", TRAINING_NAMES)
+@rotated(schedule=TRAINING_NAMES, num_ranks=[4, 2, 4, 1])
 def test_copies_train_as_one_parameter(schedule: str, num_ranks: int) -> None:
     check(TiedRun(schedule, num_ranks))
 
 
-@pytest.mark.parametrize("schedule", TRAINING_NAMES)
+@pytest.mark.parametrize("schedule", SOME_NAMES)
 def test_gradients_of_several_steps_are_added_up(schedule: str) -> None:
     check(TiedRun(schedule, 4, steps_per_update=2))
 
 
-@pytest.mark.parametrize("schedule", TRAINING_NAMES)
+@pytest.mark.parametrize("schedule", SOME_NAMES)
 def test_dynamic_shapes(schedule: str) -> None:
     check(TiedRun(schedule, 2, is_dynamic=True))
 
 
-@pytest.mark.parametrize("steps_per_update", [1, 2])
-@pytest.mark.parametrize("schedule", TRAINING_NAMES)
+@rotated(schedule=SOME_NAMES, steps_per_update=[1, 2])
 def test_copy_that_is_frozen_trains_as_the_others_do(schedule: str, steps_per_update: int) -> None:
     """It adds nothing, and the optimizer must still see a gradient, or the copies would part."""
     check(TiedRun(schedule, 2, has_frozen_head=True, steps_per_update=steps_per_update))
 
 
-@pytest.mark.parametrize("steps_per_update", [1, 2])
-@pytest.mark.parametrize("schedule", TRAINING_NAMES)
+@rotated(schedule=SOME_NAMES, steps_per_update=[2, 1])
 def test_sparse_gradients_are_made_dense(schedule: str, steps_per_update: int) -> None:
     check(TiedRun(schedule, 2, sparse=True, steps_per_update=steps_per_update))
 
@@ -130,8 +128,7 @@ def test_copy_without_a_use_gets_the_gradient_of_the_others(schedule: Schedule) 
     assert weight.stride() == weight.grad.stride()
 
 
-@every_schedule
-@pytest.mark.parametrize("has_grad", [False, True], ids=["none before", "some before"])
+@rotated(schedule=FOUR_STAGES, has_grad={"none before": False, "some before": True})
 def test_gradient_stays_as_it_was_if_nobody_adds_to_it(schedule: Schedule, has_grad: bool) -> None:
     modules = without_use()
     modules[0].embed.requires_grad_(False)  # type: ignore[union-attr]
@@ -180,8 +177,7 @@ def test_gradients_of_another_dtype_than_their_parameters() -> None:
     assert_copies_are_equal(grads_of(modules), NUM_STAGES)
 
 
-@pytest.mark.parametrize("num_steps", [1, 2])
-@pytest.mark.parametrize("name", ["ZB-V", "V-Half", "V-Min", "DualPipeV"])
+@rotated(name=["ZB-V", "V-Half", "V-Min", "DualPipeV"], num_steps=[1, 2])
 def test_stages_of_a_rank_that_share_the_parameter_itself_count_it_once(
     name: str, num_steps: int
 ) -> None:
@@ -228,7 +224,7 @@ def test_parameter_that_was_replaced_between_steps_is_found() -> None:
     assert_same_grads("step", unsplit_grads(modules), [grads_of(modules)])
 
 
-@pytest.mark.parametrize("name", TRAINING_NAMES)
+@pytest.mark.parametrize("name", SOME_NAMES)
 def test_callback_comes_when_the_exchange_is_over(name: str) -> None:
     """Once per stage; first for the stages that hold no tied parameter, as they complete."""
     schedule = schedules.get(name)(num_ranks=4, num_microbatches=8)

@@ -1,0 +1,366 @@
+"""Steps on ranks: programs, messages, losses, ties, costs, recordings, and the schedule found."""
+
+NUMERICS = "tests/runtime/test_numerics.py tests/runtime/test_gradient_flow.py"
+OPTIONS = "tests/runtime/test_step_options.py"
+TIED = "tests/runtime/test_tied_parameters.py tests/runtime/test_tied_messages.py"
+ERRORS = "tests/runtime/test_step_errors.py tests/runtime/test_message_errors.py"
+WEIGHTS = "tests/microbatches/test_loss_weights.py"
+WIRE = "tests/runtime/test_mailbox.py"
+COSTS = "tests/runtime/test_stage_costs.py"
+AUTO = "tests/runtime/test_auto.py tests/runtime/test_next_schedule.py"
+TESTS = NUMERICS
+MUTANTS = [
+    # What a rank has to do.
+    (
+        "runtime/program.py",
+        "isinstance(part, Backward | BackwardWeight)\n    }",
+        "isinstance(part, Backward)\n    }",
+        "tests/runtime/test_custom_parts.py",
+    ),
+    (
+        "runtime/program.py",
+        "received = max(received, place.get(message, 0))",
+        "received = max(received, place.get(message, 0) + 1)",
+        "tests/runtime/test_program.py",
+    ),
+    # The step.
+    ("runtime/step.py", "args = self.batch.args[mb]", "args = self.batch.args[0]"),
+    ("runtime/step.py", "kwargs = self.batch.kwargs[mb]", "kwargs = self.batch.kwargs[0]", OPTIONS),
+    (
+        "runtime/step.py",
+        "            self._outside.backward()\n",
+        "",
+        "tests/runtime/test_gradient_flow.py",
+    ),
+    (
+        "runtime/step.py",
+        "        if isinstance(task.action, Backward):\n            pending()\n",
+        "        if isinstance(task.action, Backward) and not task.completes_grads:\n"
+        "            pending()\n",
+        "tests/runtime/test_custom_parts.py",
+    ),
+    (
+        "runtime/step.py",
+        "leaf.clone() if type(leaf) is Tensor and not leaf.requires_grad else leaf",
+        "leaf",
+        "tests/runtime/test_odd_models.py",
+    ),
+    (
+        "runtime/step.py",
+        "        if flight.loss is not None:\n            self.losses.let_go(mb, flight.loss)\n",
+        "",
+        "tests/runtime/test_skips.py -k dropped",
+    ),
+    (
+        "runtime/step.py",
+        "return flight.passage.backward_of_nothing()",
+        "return flight.passage.backward(grads, flight.loss)",
+        WEIGHTS,
+    ),
+    (
+        "runtime/step.py",
+        "            self._awaiting_others.append(stage)\n        else:\n"
+        "            self.settings.on_grads_ready(stage)",
+        "            self._awaiting_others.append(stage)\n"
+        "        self.settings.on_grads_ready(stage)",
+        TIED,
+    ),
+    (
+        "runtime/step.py",
+        "            stage.expect_last_grads()\n        pending()",
+        "            pass\n        pending()",
+        "tests/dist/test_ddp_in_pipeline.py",
+    ),
+    (
+        "runtime/step.py",
+        "        if torch.is_autocast_enabled(device_type):",
+        "        if False and torch.is_autocast_enabled(device_type):",
+        "tests/runtime/test_precision_and_recomputation.py",
+    ),
+    (
+        "runtime/step.py",
+        "        if self._left:\n            left = ",
+        "        if not self._left:\n            left = ",
+        "tests/runtime/test_custom_parts.py",
+    ),
+    (
+        "runtime/step.py",
+        "            self._left.remove(task)\n",
+        "",
+        "tests/runtime/test_custom_parts.py",
+    ),
+    # Losses.
+    (
+        "runtime/losses.py",
+        "self.weights.seeds[mb], requires_grad=False",
+        "self.weights.seeds[0], requires_grad=False",
+        WEIGHTS,
+    ),
+    (
+        "runtime/losses.py",
+        "self.batch.targets[mb] if self.batch.targets else None",
+        "self.batch.targets[-1 - mb] if self.batch.targets else None",
+    ),
+    (
+        "runtime/losses.py",
+        "self.weights.weigh(mb, self.values[mb])",
+        "self.values[mb]",
+        WEIGHTS,
+    ),
+    ("runtime/losses.py", "        elif shapes != self._shapes:", "        elif False:", WEIGHTS),
+    (
+        "runtime/losses.py",
+        "if not loss.requires_grad and any(",
+        "if False and any(",
+        ERRORS,
+    ),
+    # Messages.
+    (
+        "runtime/messages/mailbox.py",
+        "        self._release(*self._program.received_before[message])\n",
+        "",
+        WIRE,
+    ),
+    ("runtime/messages/mailbox.py", "_POSTED_AHEAD = 2", "_POSTED_AHEAD = 1", WIRE),
+    (
+        "runtime/messages/mailbox.py",
+        "self._release(receiver, outbox.num_sent)",
+        "self._release(receiver, outbox.num_sent - 1)",
+        WIRE,
+    ),
+    (
+        "runtime/messages/mailbox.py",
+        "if not message.is_gradient and not self._comm.copies(receiver):",
+        "if False:",
+        "tests/runtime/test_pipelines_on_nccl.py",
+    ),
+    (
+        "runtime/messages/mailbox.py",
+        "            form.check(place, leaves, structure)",
+        "            pass",
+        ERRORS,
+    ),
+    (
+        "runtime/messages/mailbox.py",
+        "        for tensor in ready:\n",
+        "        for tensor in reversed(ready):\n",
+        "tests/runtime/test_odd_models.py",
+    ),
+    (
+        "runtime/messages/forms.py",
+        "torch.zeros(form.shape, dtype=form.dtype, device=device)",
+        "torch.ones(form.shape, dtype=form.dtype, device=device)",
+        "tests/runtime/test_odd_models.py tests/runtime/test_gradient_flow.py",
+    ),
+    (
+        "runtime/messages/forms.py",
+        "            elif leaf.requires_grad != form.requires_grad:",
+        "            elif False:",
+        ERRORS,
+    ),
+    (
+        "runtime/messages/sendable.py",
+        "return values.resolve_conj().resolve_neg().contiguous()",
+        "return values.resolve_conj().contiguous()",
+        "tests/runtime/test_sendable.py",
+    ),
+    (
+        "runtime/messages/sendable.py",
+        "        end += offset * tensor.itemsize",
+        "        pass",
+        "tests/runtime/test_sendable.py",
+    ),
+    (
+        "runtime/rank_facts.py",
+        "        if sent != taken:",
+        "        if sent < taken:",
+        "tests/runtime/test_skip_errors.py",
+    ),
+    (
+        "runtime/rank_facts.py",
+        "for source, target in sorted(schedule.skips - found):",
+        "for source, target in ():",
+        "tests/runtime/test_skip_errors.py",
+    ),
+    # Ties.
+    (
+        "runtime/tied_parameters.py",
+        "self.aside.to_dense() + total",
+        "total",
+        TIED,
+    ),
+    (
+        "runtime/tied_parameters.py",
+        "_sum(parts[rank].get(name) for rank in ranks)",
+        "_sum(parts[rank].get(name) for rank in ranks[:2])",
+        TIED,
+    ),
+    (
+        "runtime/tied_parameters.py",
+        "if name in self._copies and id(param) not in seen:",
+        "if name in self._copies:",
+        TIED,
+    ),
+    (
+        "runtime/tied_parameters.py",
+        "                copy.param.grad = copy.aside\n",
+        "                pass\n",
+        "tests/runtime/test_tied_errors.py tests/runtime/test_failing_together.py",
+    ),
+    (
+        "runtime/tied_parameters.py",
+        "        if held.described != first.described:",
+        "        if False:",
+        "tests/runtime/test_tied_errors.py",
+    ),
+    (
+        "runtime/tied_parameters.py",
+        "tuple(ranks[name]) for name in ranks",
+        "tuple(sorted(ranks[name], key=lambda r: (r != rank, r))) for name in ranks",
+        TIED,
+    ),
+    # How ranks fail together.
+    (
+        "runtime/connection.py",
+        "                self._comm.fail(self._failure)\n",
+        "",
+        "tests/runtime/test_failing_together.py",
+    ),
+    (
+        "runtime/connection.py",
+        "        if self._failure:",
+        "        if False:",
+        "tests/runtime/test_failing_together.py",
+    ),
+    # What steps cost.
+    (
+        "runtime/measuring/action_times.py",
+        "return self.ended_s - self.began_s - waited_s + self.sending_s",
+        "return self.ended_s - self.began_s + self.sending_s",
+        "tests/runtime/test_meter.py",
+    ),
+    (
+        "runtime/measuring/action_times.py",
+        "began_s, num_before = ended_s, num_waits",
+        "began_s = ended_s",
+        "tests/runtime/test_meter.py",
+    ),
+    (
+        "runtime/measuring/action_times.py",
+        "            began_s, num_before = ended_s, num_waits",
+        "                began_s, num_before = ended_s, num_waits",
+        "tests/runtime/test_meter.py",
+    ),
+    (
+        "runtime/measuring/held_bytes.py",
+        "max(0, self._held[place] - self._copied)",
+        "self._held[place]",
+        COSTS,
+    ),
+    (
+        "runtime/measuring/held_bytes.py",
+        "                leaves[:] = _copied(leaves)\n",
+        "                pass\n",
+        COSTS,
+    ),
+    (
+        "runtime/measuring/measuring_steps.py",
+        "edge = action.stage - 1 if isinstance(action, Forward) else action.stage",
+        "edge = action.stage",
+        COSTS + " tests/runtime/test_meter.py",
+    ),
+    (
+        "runtime/measuring/measuring_steps.py",
+        "        if not self._timings[BackwardInput, stage]:",
+        "        if False:",
+        COSTS,
+    ),
+    (
+        "runtime/measuring/message_times.py",
+        "round_trip_s / 2 - sending_s - receipt_s",
+        "round_trip_s - sending_s - receipt_s",
+        COSTS + " tests/runtime/test_meter.py",
+    ),
+    (
+        "runtime/measuring/stage_costs.py",
+        "            changed.copy_(value)",
+        "            pass",
+        COSTS,
+    ),
+    # Recordings.
+    (
+        "runtime/recording/recorder.py",
+        "timing.began_s + sum(timing.waits_s) - ahead_s",
+        "timing.began_s - ahead_s",
+        "tests/runtime/test_recorder.py",
+    ),
+    (
+        "runtime/recording/recorder.py",
+        "end_s - ahead_s)",
+        "end_s + ahead_s)",
+        "tests/runtime/test_recorder.py tests/runtime/test_clocks.py",
+    ),
+    (
+        "runtime/recording/recorder.py",
+        "            self._steps.append((self._num_steps, observer.clock))\n"
+        "        self._num_steps += 1",
+        "            self._steps.append((self._num_steps, observer.clock))\n"
+        "            self._num_steps += 1",
+        "tests/runtime/test_recorder.py tests/runtime/test_auto.py",
+    ),
+    (
+        "runtime/recording/clocks.py",
+        "_, ahead_s = min(rounds)",
+        "_, ahead_s = rounds[0]",
+        "tests/runtime/test_clocks.py",
+    ),
+    (
+        "runtime/recording/recorded_block.py",
+        "            self._watched.remove(self._recorder)",
+        "            pass",
+        "tests/runtime/test_recorder.py",
+    ),
+    # The schedule that is found while training.
+    (
+        "runtime/auto/auto_pilot.py",
+        "statistics.median(phase.timed_s[1:])",
+        "statistics.median(phase.timed_s)",
+        AUTO,
+    ),
+    (
+        "runtime/auto/auto_pilot.py",
+        "        if phase.num_drifted < 2:",
+        "        if phase.num_drifted < 1:",
+        AUTO,
+    ),
+    (
+        "runtime/auto/auto_pilot.py",
+        "            self._look_every *= 2",
+        "            self._look_every *= 1",
+        AUTO,
+    ),
+    (
+        "runtime/auto/auto_pilot.py",
+        "min(options.seconds, timeout_s / 2)",
+        "options.seconds",
+        AUTO,
+    ),
+    (
+        "runtime/auto/next_schedule.py",
+        "before.step_s <= after.step_s and can_run(safe, costs, memory)",
+        "before.step_s <= after.step_s",
+        AUTO,
+    ),
+    (
+        "runtime/auto/next_schedule.py",
+        "memory=memory,\n        placements",
+        "memory=None,\n        placements",
+        AUTO,
+    ),
+    (
+        "runtime/auto/pilot.py",
+        "        if len(ranks) != 1:",
+        "        if not ranks:",
+        "tests/runtime/test_pipeline_errors.py tests/runtime/test_auto.py",
+    ),
+]
