@@ -156,7 +156,7 @@ def smallest_cap_in(message: str) -> float:
 
 
 @pytest.mark.fuzz
-@examples(100, long=20_000)
+@examples(60, long=20_000)
 @given(problem=problems())
 def test_no_cut_has_a_faster_slowest_rank(problem: Problem) -> None:
     starts = problem.balance().starts
@@ -165,7 +165,7 @@ def test_no_cut_has_a_faster_slowest_rank(problem: Problem) -> None:
 
 
 @pytest.mark.fuzz
-@examples(100, long=20_000)
+@examples(60, long=20_000)
 @given(problem=problems(capped=True))
 def test_cap_is_kept_at_the_least_cost_or_the_error_names_the_smallest_that_fits(
     problem: Problem,
@@ -189,7 +189,7 @@ def test_cap_is_kept_at_the_least_cost_or_the_error_names_the_smallest_that_fits
 
 
 @pytest.mark.fuzz
-@examples(100, long=10_000)
+@examples(60, long=10_000)
 @given(problem=st.one_of(problems("linear"), problems("linear", capped=True)))
 def test_no_cut_for_one_stage_per_rank_is_as_fast_and_more_even(problem: Problem) -> None:
     fitting = problem.all_starts()
@@ -205,7 +205,7 @@ def two_per_rank() -> st.SearchStrategy[Problem]:
 
 
 @pytest.mark.fuzz
-@examples(100, long=20_000)
+@examples(60, long=20_000)
 @given(problem=two_per_rank())
 def test_no_cut_for_two_stages_per_rank_is_as_fast_with_a_faster_slowest_stage(
     problem: Problem,
@@ -221,7 +221,7 @@ def test_no_cut_for_two_stages_per_rank_is_as_fast_with_a_faster_slowest_stage(
 
 
 @pytest.mark.fuzz
-@examples(100, long=20_000)
+@examples(60, long=20_000)
 @given(
     problem=two_per_rank(),
     slack=st.one_of(st.sampled_from([0.02, 0.1, 0.25, 0.5, 1, 1e300]), st.floats(0, 2)),

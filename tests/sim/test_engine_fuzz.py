@@ -14,7 +14,7 @@ from penstock.passes import add_comms
 @pytest.mark.fuzz
 @pytest.mark.parametrize("blocking", [False, True], ids=["overlapped", "blocking"])
 @pytest.mark.parametrize("schedules", [generated(), arbitrary()], ids=["generated", "arbitrary"])
-@examples(100, long=5_000)
+@examples(60, long=5_000)
 @given(data=st.data())
 def test_engine_agrees_with_relaxation(
     schedules: st.SearchStrategy, blocking: bool, data: st.DataObject
@@ -33,7 +33,7 @@ def test_engine_agrees_with_relaxation(
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("blocking", [False, True], ids=["overlapped", "blocking"])
-@examples(100, long=5_000)
+@examples(60, long=5_000)
 @given(data=st.data())
 def test_report_adds_up_on_any_schedule(blocking: bool, data: st.DataObject) -> None:
     schedule = data.draw(st.one_of(generated(), arbitrary()))
@@ -49,7 +49,7 @@ def test_report_adds_up_on_any_schedule(blocking: bool, data: st.DataObject) -> 
 
 
 @pytest.mark.fuzz
-@examples(100, long=5_000)
+@examples(60, long=5_000)
 @given(data=st.data())
 def test_blocking_is_never_faster_than_overlapped(data: st.DataObject) -> None:
     schedule = data.draw(st.one_of(generated(), arbitrary()))

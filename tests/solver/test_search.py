@@ -74,7 +74,7 @@ def test_registered_schedules_count_as_the_simulator_times_them() -> None:
     assert find(problem, effort=0.01).time <= min(fit)
 
 
-ROWS = read_rows() if IS_LONG else read_rows()[::5]  # The first and the last.
+ROWS = read_rows() if IS_LONG else read_rows()[:1]
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']}-{row['m']}")
 
 
@@ -103,7 +103,7 @@ def test_half_of_the_published_bubbles_is_reached_in_a_v(row: dict[str, str]) ->
 
 def test_same_question_gets_the_same_answer() -> None:
     problem = random_problem(5)
-    first, second = find(problem, effort=0.1), find(problem, effort=0.1)
+    first, second = find(problem, effort=0.03), find(problem, effort=0.03)
     assert [True, True] == [first.is_complete, second.is_complete]
     assert first.schedule == second.schedule
     assert first.tried == second.tried
