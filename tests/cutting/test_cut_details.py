@@ -215,3 +215,39 @@ def test_missing_and_unknown_arguments_are_named() -> None:
         pipe(X, X)
     with pytest.raises(StageError, match=r"and called with 1 positional arguments, shift=\."):
         pipe(X, shift=X)
+
+
+def test_random_value_is_drawn_once_for_all_stages_that_use_it() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.rand(WIDTH)
+            return self.layers[1](self.layers[0](x) + noise) * noise
+
+    model = Net()
+    pipe = penstock.cut(model, (X,), split_spec={"layers.1": SplitPoint.BEGINNING})
+    torch.manual_seed(1)
+    expected = model(X)
+    torch.manual_seed(1)
+    assert torch.equal(expected, pipe(X))
+
+
+def test_value_that_several_stages_use_goes_from_one_to_the_next() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            everywhere = h = x.sin()
+            for layer in self.layers:
+                h = layer(h) + everywhere
+            return h
+
+    spec = {name: SplitPoint.BEGINNING for name in ("layers.1", "layers.2")}
+    info = penstock.cut(Net(), (X,), split_spec=spec).info()
+    assert ("sin float32[2, 4]", "add float32[2, 4]") == info.stages[1].receives
+    assert ("sin float32[2, 4]", "add_1 float32[2, 4]") == info.stages[2].receives

@@ -26,6 +26,7 @@ from penstock import (
 )
 from penstock.errors import AgreementError, CostError, StageError
 from penstock.ir import Forward
+from penstock.runtime.auto.auto_pilot import AutoPilot
 from penstock.runtime.auto.auto_value import Auto
 from penstock.solver import Problem
 from skip_models import Skip, SkipStage
@@ -361,3 +362,32 @@ def test_custom_function_runs_in_every_step() -> None:
         return len(seen)
 
     assert [20, 20] == local_ranks(2, main)
+
+
+class _Phase:
+    """A plan that is followed, with times that have drifted by these shares."""
+
+    num_steps = 16
+
+    def __init__(self, *drifts: float) -> None:
+        self.num_drifted = 0
+        self._drifts = iter(drifts)
+
+    def drift(self, meter: Any) -> float:
+        return next(self._drifts)
+
+
+def test_times_must_have_drifted_twice_in_a_row() -> None:
+    def main(group: LocalGroup) -> list[bool]:
+        pilot = AutoPilot(Auto(replan_when=0.5), 10.0)
+        pilot._comm, pilot._device = group.connect(), torch.device("cpu")
+        phase: Any = _Phase(1.0, 0.1, 1.0, 1.0)
+        meter: Any = None
+        return [pilot._has_drifted(phase, meter) for _ in range(4)]
+
+    assert [[False, False, False, True]] == penstock.local_ranks(1, main)
+
+
+def test_search_takes_no_longer_than_half_of_what_others_wait() -> None:
+    assert 5.0 == AutoPilot(Auto(seconds=60), 10.0)._search_s
+    assert 1.0 == AutoPilot(Auto(seconds=1), 10.0)._search_s

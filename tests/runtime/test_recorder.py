@@ -1,6 +1,8 @@
 """Recording the steps of a pipeline, on ranks of this process."""
 
 import contextlib
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ import penstock
 from local_steps import FOUR_STAGES, mean_square, mlp, mlp_batch, run_locally
 from penstock import LocalGroup, Pipeline, Recording, schedules
 from penstock.errors import AgreementError, RecordError
+from penstock.ir import Forward
 from penstock.ir.action import compute_parts
-from penstock.runtime.recording.recorder import MOST_STEPS
+from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.recording.recorder import MOST_STEPS, _spells
 from stage_training import make_stages
 
 BATCH = mlp_batch()
@@ -227,3 +231,24 @@ def test_ranks_that_do_not_all_record_are_told_so() -> None:
     modules = mlp(2)
     with pytest.raises(AgreementError, match=r"disagree on record \(rank 0: True; rank 1: False"):
         penstock.local_ranks(2, on_rank)
+
+
+def test_action_begins_when_its_messages_are_there_by_the_clock_of_rank_0() -> None:
+    meter = Meter(torch.device("cpu"))
+    meter.began_s, meter.ended_s = 10.0, 16.0
+    meter._waits_s = [3.0]
+    meter._ends = [(Forward(0, 0), 15.0, 1), (Forward(0, 1), 16.0, 1)]
+    expected = ((Forward(0, 0), 11.0, 13.0), (Forward(0, 1), 13.0, 14.0))
+    assert expected == _spells(meter, ahead_s=2.0)
+
+
+def test_pipeline_lets_go_of_a_block_that_has_ended() -> None:
+    def main(pipeline: Pipeline) -> bool:
+        with penstock.record() as run:
+            step(pipeline)
+        recorder = weakref.ref(run._recorder)
+        del run
+        gc.collect()
+        return recorder() is None
+
+    assert all(run_locally(mlp(), FOUR_STAGES["1F1B"], main, loss_fn=mean_square))

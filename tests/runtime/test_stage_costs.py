@@ -10,7 +10,14 @@ from torch import Tensor, nn
 import penstock
 from local_steps import mean_square, mlp, mlp_batch
 from penstock import CostTable, LocalGroup, Placement, local_ranks
+from penstock.comm import Describe, Transfer
+from penstock.comm.channels import both_ways
+from penstock.costs import EdgeCost
 from penstock.errors import AgreementError, CostError
+from penstock.ir import Backward, Forward, Message
+from penstock.runtime.measuring import message_times
+from penstock.runtime.measuring.measuring_steps import receipt_s
+from penstock.runtime.messages.forms import Form, TensorForm
 from skip_models import Skip, SkipStage
 from stage_training import make_stages
 
@@ -283,3 +290,87 @@ def test_stage_that_fails_leaves_gradients_as_they_were() -> None:
     local_ranks(1, main)
     assert module.weight.grad is grad
     assert torch.equal(torch.ones_like(grad), grad)
+
+
+def test_input_from_a_stage_of_the_same_rank_counts_once() -> None:
+    """That stage holds it as its output already."""
+    apart, together = (
+        measure(mlp(4), Placement(ranks))[0].after_forward for ranks in ((0, 1, 2, 3), (0, 1, 1, 0))
+    )
+    assert apart[2] - ROW_BYTES == together[2]
+
+
+class Shift(nn.Module):
+    """Its input and its parameter have one gradient between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(2, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def test_gradient_that_goes_on_counts_while_the_weight_backward_needs_it_too() -> None:
+    modules = [*mlp(1), Shift(), *mlp(1)]
+    costs = measure(modules, Placement((0, 1, 2)))[0]
+    assert ROW_BYTES == costs.after_input[1]
+
+
+def test_gradients_that_a_hook_writes_to_are_put_back() -> None:
+    """DistributedDataParallel keeps gradients as views of its buckets, and writes to these."""
+    modules = mlp(2)
+    weight = modules[0].up.weight
+    bucket = torch.ones_like(weight)
+    weight.grad = bucket.view_as(weight)
+
+    def reduce(param: Tensor) -> None:
+        bucket.zero_()
+
+    weight.register_post_accumulate_grad_hook(reduce)
+    measure(modules, Placement((0, 1)))
+    assert torch.equal(torch.ones_like(weight), weight.grad)
+
+
+def test_action_takes_the_message_of_the_edge_that_it_comes_by() -> None:
+    receipts_s = {0: 1.0, 1: 2.0}
+    assert 1.0 == receipt_s(Forward(1, 0), receipts_s)
+    assert 2.0 == receipt_s(Backward(1, 0), receipts_s)
+    assert 0.0 == receipt_s(Forward(0, 0), receipts_s)
+
+
+class _Slow:
+    """A receive that takes two seconds by the clock of the test, once its message is there."""
+
+    def __init__(self, transfer: Transfer, clock: list[float]) -> None:
+        self._transfer, self._clock = transfer, clock
+
+    def wait(self, described: Describe) -> None:
+        self._transfer.wait(described)
+        self._clock[0] += 2
+
+
+def test_delay_is_what_sending_and_receiving_leave_of_half_a_round_trip(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A send takes a second and a receive two: 6 s there and back, and nothing in between."""
+    clock = [0.0]
+    monkeypatch.setattr(message_times, "now_s", lambda device: clock[0])
+    form = Form.of_tree((TensorForm(torch.Size([3]), torch.float32, True),))
+
+    def main(group: LocalGroup) -> Any:
+        comm = group.connect()
+        comm.open(both_ways([(0, 1)]))
+        send, recv = comm.send, comm.recv
+
+        def slow_send(tensor: Tensor, receiver: int) -> Transfer:
+            clock[0] += 1
+            return send(tensor, receiver)
+
+        comm.send = slow_send  # type: ignore[method-assign]
+        comm.recv = lambda *args: _Slow(recv(*args), clock)  # type: ignore[method-assign]
+        forms = {Message(0, 1, 0): form}
+        return message_times.measure_edges(comm, torch.device("cpu"), Placement((0, 1)), forms)
+
+    expected = {0: message_times.Edge(EdgeCost(0.0, 12), 2.0)}
+    assert [expected, expected] == local_ranks(2, main)

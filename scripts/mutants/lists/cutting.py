@@ -14,12 +14,7 @@ MUTANTS = [
         "cutting/flow.py",
         "pairwise(sorted(users | {stage_of[node]}))",
         "((stage_of[node], user) for user in sorted(users - {stage_of[node]}))",
-        "tests/cutting/test_cut_details.py tests/cutting/test_cut_models.py",
-    ),
-    (
-        "cutting/flow.py",
-        "not isinstance(value, Tensor) or not value.requires_grad",
-        "True",
+        DETAILS,
     ),
     ("cutting/flow.py", "        if len(seen) > 1:", "        if False:", ERRORS + " " + LIMITS),
     ("cutting/flow.py", "        if len(users) > 1:", "        if False:", ERRORS + " " + LIMITS),

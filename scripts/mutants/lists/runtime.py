@@ -230,7 +230,7 @@ MUTANTS = [
         "runtime/connection.py",
         "        if self._failure:",
         "        if False:",
-        "tests/runtime/test_failing_together.py",
+        "tests/runtime/test_step_errors.py",
     ),
     # What steps cost.
     (
@@ -323,20 +323,8 @@ MUTANTS = [
     # The schedule that is found while training.
     (
         "runtime/auto/auto_pilot.py",
-        "statistics.median(phase.timed_s[1:])",
-        "statistics.median(phase.timed_s)",
-        AUTO,
-    ),
-    (
-        "runtime/auto/auto_pilot.py",
         "        if phase.num_drifted < 2:",
         "        if phase.num_drifted < 1:",
-        AUTO,
-    ),
-    (
-        "runtime/auto/auto_pilot.py",
-        "            self._look_every *= 2",
-        "            self._look_every *= 1",
         AUTO,
     ),
     (
