@@ -251,3 +251,29 @@ def test_value_that_several_stages_use_goes_from_one_to_the_next() -> None:
     info = penstock.cut(Net(), (X,), split_spec=spec).info()
     assert ("sin float32[2, 4]", "add float32[2, 4]") == info.stages[1].receives
     assert ("sin float32[2, 4]", "add_1 float32[2, 4]") == info.stages[2].receives
+
+
+def test_copy_of_a_frozen_parameter_is_frozen() -> None:
+    model = layers(2)
+    model[1].weight = model[0].weight
+    model[0].weight.requires_grad_(False)
+    pipe = penstock.cut(model, (X,), split_spec={"1": SplitPoint.BEGINNING})
+    copied = pipe.get_stage_module(1).get_parameter("1.weight")
+    assert copied is not model[1].weight
+    assert not copied.requires_grad
+
+
+def test_convolution_that_pads_in_an_operation_of_its_own_pads_once() -> None:
+    x = torch.randn(2, 3, WIDTH)
+    convolution = nn.Conv1d(3, 3, 3, padding=1, padding_mode="circular")
+    model = nn.Sequential(convolution, nn.Linear(WIDTH, WIDTH))
+    pipe = penstock.cut(model, (x,), split_spec={"1": SplitPoint.BEGINNING})
+    assert torch.equal(model(x), pipe(x))
+
+
+def test_module_with_another_forward_put_in_its_place_runs_that_once() -> None:
+    model = layers(2)
+    linear = model[0]
+    linear.forward = lambda x: functional.linear(2 * x, linear.weight, linear.bias)
+    pipe = penstock.cut(model, (X,), split_spec={"1": SplitPoint.BEGINNING})
+    assert torch.equal(model(X), pipe(X))

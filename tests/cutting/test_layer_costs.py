@@ -87,6 +87,28 @@ def test_costs_tell_bytes_of_parameters_and_activations(
     assert costs[2].activation_bytes == max(cost.activation_bytes for cost in costs)
 
 
+def test_parameter_that_two_layers_use_counts_for_the_first() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+    model[1].weight = model[0].weight
+    costs = penstock.count_layers(model, (X,))
+    assert [model[0].weight.nbytes, 0] == [cost.parameter_bytes for cost in costs]
+
+
+class Squared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return h * h
+
+
+def test_activation_that_is_kept_twice_counts_once() -> None:
+    (cost,) = penstock.count_layers(nn.Sequential(Squared()), (X,), layers=["0"])
+    assert 2 * X.nbytes == cost.activation_bytes  # The inputs of both operations.
+
+
 @pytest.mark.parametrize("layers", [None, ["layers", "head"]], ids=["traced", "chain"])
 def test_counts_are_the_same_on_the_meta_device(layers: list[str] | None) -> None:
     with torch.device("meta"):

@@ -31,7 +31,7 @@ MUTANTS = [
         "comm/abstract_comm.py",
         "        if len(set(map(str, found))) > 1:",
         "        if False:",
-        "tests/runtime/test_pipeline_errors.py",
+        "tests/runtime/test_failing_together.py",
     ),
     (
         "comm/decisions.py",
@@ -49,12 +49,6 @@ MUTANTS = [
         "comm/shared_memory.py",
         "        self._num_taken += 1\n",
         "",
-        SHARED,
-    ),
-    (
-        "comm/shared_memory.py",
-        "        if left_s <= 0:",
-        "        if False:",
         SHARED,
     ),
     (

@@ -22,7 +22,7 @@ MUTANTS = [
         "cutting/flow.py",
         "impure = {torch.Tag.nondeterministic_seeded, ",
         "impure = {",
-        DETAILS + " " + ODD + " " + LIMITS,
+        DETAILS,
     ),
     (
         "cutting/flow.py",
@@ -77,19 +77,19 @@ MUTANTS = [
         "cutting/model_names.py",
         "nn.Parameter(tensor.detach().clone(), tensor.requires_grad)",
         "nn.Parameter(tensor.detach().clone())",
-        DETAILS + " " + ODD + " " + MODELS,
+        DETAILS,
     ),
     (
         "cutting/restored.py",
         'if getattr(module, "padding_mode", "zeros") != "zeros":',
         "if False:",
-        ODD + " " + DETAILS,
+        DETAILS,
     ),
     (
         "cutting/restored.py",
         '    if "forward" in vars(module):',
         "    if False:",
-        ODD + " " + DETAILS,
+        DETAILS,
     ),
     (
         "cutting/cut_model.py",
@@ -119,9 +119,9 @@ MUTANTS = [
         "cutting/chain.py",
         "        if not is_trial:\n            self._check_buffers(ranges)\n",
         "",
-        CHAIN + " " + ERRORS,
+        LIMITS + " " + DETAILS,
     ),
-    ("cutting/chain.py", "        if self._begins_in_place:", "        if False:", CHAIN),
+    ("cutting/chain.py", "        if self._begins_in_place:", "        if False:", LIMITS),
     (
         "cutting/chain.py",
         "for key, value in kwargs.items() if key in keywords",
@@ -132,7 +132,7 @@ MUTANTS = [
         "cutting/chain.py",
         "return is_plain and not any(hooks_of_calls(module))",
         "return is_plain",
-        CHAIN + " " + ERRORS,
+        DETAILS,
     ),
     # Marks and traces.
     (
