@@ -1,7 +1,8 @@
 """Processes that wait for work, for tests that need real ranks.
 
-To start a process and load torch in it takes seconds, so a session starts them once. What they
-run is a function at the top of a module, called as `function(group, *args)`.
+To start a process and load torch in it takes seconds, so a session starts them once, as forks of
+a server that has loaded torch. What they run is a function at the top of a module, called as
+`function(group, *args)`.
 """
 
 import gc
@@ -18,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,16 @@ NUM_WORKERS = 4
 GROUP_SIZES = (1, 2, NUM_WORKERS)
 # What carries the messages of pipelines: the second as between machines.
 LINKS = ("shared memory", "gloo")
+
+
+def fork_with_torch() -> ForkServerContext:
+    """Return what starts processes in which torch is loaded, but nothing of this process is.
+
+    They are forks of a server that does nothing else, so that no thread is forked midway.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "penstock.runtime"])
+    return context
 
 
 class WorkerError(Exception):
@@ -119,7 +131,7 @@ class WorkerPool:
         return [process.pid for process, _ in self._workers]
 
     def _start(self) -> None:
-        context = get_context("spawn")
+        context = fork_with_torch()
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-tests-")
         store = str(Path(self._folder.name, "store"))
         for rank in range(NUM_WORKERS):

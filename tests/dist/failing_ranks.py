@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from limits import HANG_S
 from penstock import Pipeline, PipelineStage, schedules
+from worker_pool import fork_with_torch
 
 CPU = torch.device("cpu")
 Scenario = Callable[[int, int], None]
@@ -166,7 +166,7 @@ class Session:
     ) -> None:
         self.folder = folder
         self.num_ranks = num_ranks
-        context = mp.get_context("spawn")
+        context = fork_with_torch()
         env = {
             "GLOO_SOCKET_IFNAME": "lo",
             "PENSTOCK_SHARED_MEMORY": shared_memory,
