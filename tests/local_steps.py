@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import penstock
+from fuzzing import IS_LONG
 from penstock import LocalGroup, Pipeline, Schedule, schedules
 from stage_training import assert_close, assert_same_grads, make_stages
 from staged_models import Batch, MLPStage, StepRecord, named_grads, run_unsplit
@@ -24,6 +25,13 @@ WIDTH = 6
 FOUR_STAGES = {
     name: schedules.get(name)(num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
     for name, num_ranks in {"1F1B": 4, "ZB-H1": 4, "ZB-V": 2, "DualPipeV": 2}.items()
+}
+
+# Full backwards alone, and a schedule that has all: full and split ones, and overlaps.
+FULL_AND_SPLIT = {
+    name: schedule
+    for name, schedule in FOUR_STAGES.items()
+    if IS_LONG or name in ("1F1B", "DualPipeV")
 }
 
 PipelineMaker = Callable[..., Pipeline]

@@ -85,7 +85,6 @@ CHANGES = [
 
 
 @rotated(
-    num_cases=2 * len(CHANGES),
     change={change.__name__: change for change in CHANGES},
     schedule=FOUR_STAGES,
 )

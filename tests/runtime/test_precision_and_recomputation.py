@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fuzzing import rotated
 from local_steps import (
     FOUR_STAGES,
+    FULL_AND_SPLIT,
     NUM_MICROBATCHES,
     NUM_STAGES,
     assert_same,
@@ -27,7 +29,7 @@ from penstock import Pipeline, Schedule
 from stage_training import split
 from staged_models import MODELS, Batch, MLPStage, run_unsplit
 
-every_schedule = pytest.mark.parametrize("schedule", FOUR_STAGES.values(), ids=FOUR_STAGES)
+every_schedule = rotated(schedule=FULL_AND_SPLIT)
 
 # A bfloat16 has 8 bits. The reference rounds at the same places but for the weight gradients,
 # which a split backward may keep in float32 where autograd rounds each microbatch's to bfloat16:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fuzzing import rotated
 from local_steps import (
-    FOUR_STAGES,
+    FULL_AND_SPLIT,
     NUM_MICROBATCHES,
     NUM_STAGES,
     WIDTH,
@@ -34,7 +35,7 @@ from penstock import (
 from stage_training import CPU, assert_close, assert_same_grads, split
 from staged_models import MODELS, Batch, StepRecord, run_unsplit
 
-every_schedule = pytest.mark.parametrize("schedule", FOUR_STAGES.values(), ids=FOUR_STAGES)
+every_schedule = rotated(schedule=FULL_AND_SPLIT)
 
 
 def summed_square(outputs: Tensor, target: Tensor) -> Tensor:
