@@ -339,21 +339,24 @@ def test_action_takes_the_message_of_the_edge_that_it_comes_by() -> None:
     assert 0.0 == receipt_s(Forward(0, 0), receipts_s)
 
 
+SHORT_S = 2.0**-10  # The end that answers sleeps for as long as this takes; sums are exact.
+
+
 class _Slow:
-    """A receive that takes two seconds by the clock of the test, once its message is there."""
+    """A receive that takes a while by the clock of the test, once its message is there."""
 
     def __init__(self, transfer: Transfer, clock: list[float]) -> None:
         self._transfer, self._clock = transfer, clock
 
     def wait(self, described: Describe) -> None:
         self._transfer.wait(described)
-        self._clock[0] += 2
+        self._clock[0] += 2 * SHORT_S
 
 
 def test_delay_is_what_sending_and_receiving_leave_of_half_a_round_trip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A send takes a second and a receive two: 6 s there and back, and nothing in between."""
+    """There and back are two sends and two receives, with nothing in between."""
     clock = [0.0]
     monkeypatch.setattr(message_times, "now_s", lambda device: clock[0])
     form = Form.of_tree((TensorForm(torch.Size([3]), torch.float32, True),))
@@ -364,7 +367,7 @@ def test_delay_is_what_sending_and_receiving_leave_of_half_a_round_trip(
         send, recv = comm.send, comm.recv
 
         def slow_send(tensor: Tensor, receiver: int) -> Transfer:
-            clock[0] += 1
+            clock[0] += SHORT_S
             return send(tensor, receiver)
 
         comm.send = slow_send  # type: ignore[method-assign]
@@ -372,5 +375,5 @@ def test_delay_is_what_sending_and_receiving_leave_of_half_a_round_trip(
         forms = {Message(0, 1, 0): form}
         return message_times.measure_edges(comm, torch.device("cpu"), Placement((0, 1)), forms)
 
-    expected = {0: message_times.Edge(EdgeCost(0.0, 12), 2.0)}
+    expected = {0: message_times.Edge(EdgeCost(0.0, 12), 2 * SHORT_S)}
     assert [expected, expected] == local_ranks(2, main)
