@@ -14,7 +14,7 @@ from penstock import LocalGroup, Pipeline, Recording, schedules
 from penstock.errors import AgreementError, RecordError
 from penstock.ir import Forward
 from penstock.ir.action import compute_parts
-from penstock.runtime.measuring.meter import Meter
+from penstock.runtime.measuring.action_times import Meter
 from penstock.runtime.recording.recorder import MOST_STEPS, _spells
 from stage_training import make_stages
 
