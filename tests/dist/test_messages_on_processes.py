@@ -11,7 +11,8 @@ from fuzzing import rotated
 from limits import HANG_S
 from local_steps import mean_square, mlp_batch, zero_grad
 from penstock import Pipeline, Schedule, schedules
-from stage_training import assert_close, assert_same_grads, make_stages
+from penstock.comm import ProcessGroupComm
+from stage_training import CPU, assert_close, assert_same_grads, make_stages
 from staged_models import MODELS, MLPStage, StepRecord, named_grads, run_unsplit
 from worker_pool import LINKS, WorkerPool
 
@@ -140,6 +141,24 @@ def test_step_is_as_unsplit(kind: str, name: str, link: str, pool: WorkerPool) -
         (actual,) = (record.outputs for record in ranks if record.outputs is not None)
         assert_close("outputs", torch.cat(outputs).detach(), actual)
         assert_same_grads(f"step {step}", grads, [record.grads for record in ranks])
+
+
+def _kinds_of_links(group: dist.ProcessGroup) -> list[str]:
+    comm = ProcessGroupComm(group, CPU, HANG_S)
+    try:
+        return [type(link).__name__ for link in comm._links.values()]
+    finally:
+        comm.close()
+
+
+@pytest.mark.parametrize(
+    ("link", "expected"), [("shared memory", "SharedMemoryLink"), ("gloo", "GlooLink")]
+)
+def test_pipelines_use_the_link_that_was_asked_for(
+    link: str, expected: str, pool: WorkerPool
+) -> None:
+    """Tests over gloo went over shared memory, as processes of one machine do."""
+    assert [[expected] * 3] * 4 == pool.run(4, _kinds_of_links, link=link)
 
 
 LENGTHS = [(3, 5, 2, 4), (1, 6, 6, 2), (4, 4, 4, 4)]
