@@ -12,6 +12,8 @@ from limits import HANG_S
 from local_steps import mean_square, mlp_batch, zero_grad
 from penstock import Pipeline, Schedule, schedules
 from penstock.comm import ProcessGroupComm
+from penstock.errors import CommError
+from penstock.ir.message import Channel
 from stage_training import CPU, assert_close, assert_same_grads, make_stages
 from staged_models import MODELS, MLPStage, StepRecord, named_grads, run_unsplit
 from worker_pool import LINKS, WorkerPool
@@ -159,6 +161,29 @@ def test_pipelines_use_the_link_that_was_asked_for(
 ) -> None:
     """Tests over gloo went over shared memory, as processes of one machine do."""
     assert [[expected] * 3] * 4 == pool.run(4, _kinds_of_links, link=link)
+
+
+def _fail_in_turn(group: dist.ProcessGroup) -> str:
+    """Ranks 1 and 0 give up, one after the other; rank 2 waits for rank 0."""
+    comm = ProcessGroupComm(group, CPU, HANG_S)
+    comm.open([Channel(0, 2)])
+    for number, rank in enumerate((1, 0), 1):
+        if comm.rank == rank:
+            comm.fail(f"failure {number}")
+        dist.barrier(group)
+    said = ""
+    if comm.rank == 2:
+        with pytest.raises(CommError) as caught:
+            comm.recv(torch.empty(1), 0).wait(lambda: "a message")
+        said = str(caught.value)
+    dist.barrier(group)
+    comm.close()
+    return said
+
+
+def test_first_failure_is_the_one_that_is_told(pool: WorkerPool) -> None:
+    said = pool.run(4, _fail_in_turn)[2]
+    assert "rank 2 stopped waiting for a message, because rank 1 failed: failure 1" == said
 
 
 LENGTHS = [(3, 5, 2, 4), (1, 6, 6, 2), (4, 4, 4, 4)]

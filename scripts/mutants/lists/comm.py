@@ -95,10 +95,10 @@ MUTANTS = [
         "tests/comm/test_links.py",
     ),
     (
-        "comm/failed_waits.py",
-        'self._store.compare_set(_FAILURE, "", f"rank {self._rank} failed: {reason}")',
-        'self._store.set(_FAILURE, f"rank {self._rank} failed: {reason}")',
-        "tests/dist/test_failures.py",
+        "comm/process_group.py",
+        'self._store.compare_set(_FAILURE, "", f"rank {self.rank} failed: {report}")',
+        'self._store.set(_FAILURE, f"rank {self.rank} failed: {report}")',
+        "tests/dist/test_messages_on_processes.py",
     ),
     (
         "comm/process_group.py",
