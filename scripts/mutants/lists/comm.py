@@ -95,9 +95,9 @@ MUTANTS = [
         "tests/comm/test_links.py",
     ),
     (
-        "comm/process_group.py",
-        'self._store.compare_set(_FAILURE, "", f"rank {self.rank} failed: {report}")',
-        'self._store.set(_FAILURE, f"rank {self.rank} failed: {report}")',
+        "comm/failed_waits.py",
+        'self._store.compare_set(_FAILURE, "", f"rank {self._rank} failed: {reason}")',
+        'self._store.set(_FAILURE, f"rank {self._rank} failed: {reason}")',
         "tests/dist/test_messages_on_processes.py",
     ),
     (
