@@ -1,4 +1,4 @@
-"""Runs the tests on mutants: copies of the source with one deliberate fault each.
+"""Run the tests on mutants: copies of the source with one deliberate fault each.
 
     .venv/bin/python scripts/mutants/main.py                    # all lists
     .venv/bin/python scripts/mutants/main.py backward solver    # some of them

@@ -1,6 +1,6 @@
 """Pipeline-parallel training for PyTorch.
 
-Names load when they are first used, so `import penstock` is quick, and stays so without torch.
+Names load when they are first used, so `import penstock` is quick and does not load torch.
 """
 
 from importlib import import_module
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 """The version, as `penstock --version` prints it."""
 
-# Each name that loads when it is used, and the room that has it.
+# Each name that loads when it is first used, and the room that defines it.
 # The imports above repeat all names for type checkers; a test compares the two.
 _OWN_NAMES = {
     "Auto": "runtime",
@@ -97,7 +97,7 @@ _OWN_NAMES = {
 }
 # Rooms that are used by name, as in penstock.schedules.get("ZB-V").
 _ROOMS = ("backward", "compat", "draw", "errors", "ir", "passes", "schedules")
-# Names of torch.distributed.pipelining: those who change one import find them here too.
+# Names of torch.distributed.pipelining: code that changes one import finds them here too.
 _DROP_IN_NAMES = (
     "Pipe",
     "PipelineScheduleMulti",

@@ -1,4 +1,4 @@
-"""Extras: packages that pip installs on request, and the error where one is missing."""
+"""Optional packages, which pip installs as extras, and the error if one is missing."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from penstock.errors import PipelineError
 def needed_by(
     what: str, packages: Sequence[str], *, extra: str, error: type[PipelineError]
 ) -> Iterator[None]:
-    """Import `packages` inside of this; where that fails, `error` says how to install them.
+    """Turn a failed import of `packages` in this context into `error`, which says how to install.
 
     >>> from penstock.errors import DrawError
     >>> with needed_by("A picture", ["pencil", "paper"], extra="draw", error=DrawError):

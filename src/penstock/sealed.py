@@ -1,4 +1,4 @@
-"""Objects that refuse assignments which would have no effect."""
+"""Objects that refuse assignments that would have no effect."""
 
 import difflib
 from typing import Any, ClassVar
@@ -7,19 +7,19 @@ from penstock.errors import AssignmentError
 
 
 class Sealed:
-    """Once sealed, an object takes only what it acts on.
+    """An object that, once sealed, accepts only assignments that have an effect.
 
-    That is what `settable` names and what has a property with a setter. Private attributes are
-    the object's own, and a subclass that is not Penstock's may add attributes of its own.
+    These are to the names in `settable` and to properties with a setter. Private attributes belong
+    to the object itself, and a subclass outside Penstock may add attributes of its own.
     """
 
     settable: ClassVar[tuple[str, ...]] = ()
-    """What can be set between steps, public names only."""
+    """The public attributes that can be set between steps."""
 
     def _seal(self, theirs: frozenset[str] = frozenset()) -> None:
-        """Call this at the end of `__init__`: the attributes that there are now are our own.
+        """Seal the object, at the end of `__init__`; the attributes that it has now are its own.
 
-        `theirs` are those that a subclass had set before.
+        `theirs` are the exceptions: attributes that a subclass had set before.
         """
         self.__dict__["_sealed"] = frozenset(self.__dict__) - theirs
 

@@ -1,4 +1,4 @@
-"""Warns, once per process, if torch is not of the version that Penstock is tested with.
+"""Warn once per process if torch is not the version that Penstock is tested with.
 
 The parts of Penstock that load torch import this module first, so the warning comes before
 anything that another version of torch could break.
@@ -11,7 +11,7 @@ import torch
 TESTED = "2.13"
 """The version of torch that all tests run with; its patch releases count as the same."""
 REQUIREMENT = "torch>=2.13,<2.14"
-"""What pip is told, in pyproject.toml."""
+"""The requirement in pyproject.toml."""
 
 
 def is_tested(version: str) -> bool:

@@ -1,4 +1,4 @@
-"""The scripts of the guide that need several processes, each run by torch's own launcher."""
+"""The scripts of the guide that need several processes."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The split backward: a stage's backward as an input half and a weight half."""
+"""The split backward: a stage's backward as an input backward and a weight backward."""
 
 import penstock.torch_private  # noqa: F401 (checks torch)
 from penstock.backward.engine import PendingBackward, PendingWeights, SplitEngine

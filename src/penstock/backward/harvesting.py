@@ -1,22 +1,22 @@
-"""Harvest: from a finished autograd graph, find which weight gradients can be put off.
+"""Find the weight gradients in a finished autograd graph that can be deferred.
 
 The *input side* of the graph is every node from which a stage input can be reached: the
-nodes that an input backward runs. Where such a node also has an edge to a part of the
-graph that holds parameters only, it *uses* those parameters:
+nodes that an input backward runs. If such a node also has an edge to a part of the
+graph that leads to parameters only, it *uses* those parameters:
 
     loss ── ... ── Addmm ── ... ── x          input side
                      ├── bias                 off it: parameters only
                      └── T ── weight
 
-If every use of a parameter is by a node that we have a source for, autograd need not
-compute its gradient: a pre-hook takes the gradient that arrives at the node in the one
-engine pass of I, and W does the rest. Any other parameter is asked for in that same
+If we have a source for every node that uses a parameter, autograd need not compute its
+gradient: a pre-hook takes the gradient that arrives at the node in the single engine pass
+of I, and W does the rest. The gradient of any other parameter is computed in that same
 pass, and only added in W. Parameters that share a node, or a part off the input side,
 form a cluster and are treated alike, so that no gradient is lost or counted twice.
 
 This runs for every microbatch, between two engine passes, so it is written for speed:
 accumulators are never visited, and dictionaries are keyed by `id`, since hashing a tensor
-costs more than finding it.
+costs more than the lookup.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ Edges: TypeAlias = Sequence[tuple[Node | None, int]]
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """Where a gradient of the tensor arrives: its node, or a leaf's accumulator."""
+    """Return the edge where a tensor's gradient arrives: at its node, or a leaf's accumulator."""
     if tensor.grad_fn is not None:
         return GradientEdge(tensor.grad_fn, tensor.output_nr)
     with torch.enable_grad():
@@ -48,7 +48,7 @@ _Accumulator: type[Node] = type(gradient_edge(torch.empty(0, requires_grad=True)
 
 
 class User(NamedTuple):
-    """A node of the input side that uses parameters; no source: only autograd can compute them."""
+    """A node of the input side that uses parameters; without a source, autograd must run it."""
 
     node: Node
     source: Source | None
@@ -56,9 +56,9 @@ class User(NamedTuple):
 
 
 class Cluster:
-    """Parameters that are put off together or not at all, and all that leads to them.
+    """Parameters that are deferred together or not at all, and everything that leads to them.
 
-    `users`: nodes of the input side. `tails`: the numbers of roots off the input side.
+    `users`: nodes of the input side. `tails`: the indices of roots off the input side.
     """
 
     __slots__ = ("params", "tails", "users")
@@ -80,7 +80,7 @@ class Cluster:
 def harvest(
     roots: Sequence[GradientEdge], inputs: Iterable[GradientEdge], weights: Iterable[Tensor]
 ) -> list[Cluster]:
-    """The clusters of all weights that the roots lead to. Costs time linear in the graph."""
+    """Return the clusters of all weights that the roots lead to, in time linear in the graph."""
     graph = _Graph([root.node for root in roots], {edge.node for edge in inputs})
     params = _Parameters(graph, weights)
     clusters: dict[int, Cluster] = {}
@@ -94,13 +94,13 @@ def harvest(
             _cluster_of(below, clusters).tails.append(number)
     found = list({id(cluster): cluster for cluster in clusters.values()}.values())
     for cluster in found:
-        if len(cluster.users) > 1:  # In the order in which autograd runs them, and adds up.
+        if len(cluster.users) > 1:  # Autograd runs them, and adds their gradients, in this order.
             cluster.users.sort(key=lambda user: sequence_number(user.node), reverse=True)
     return found
 
 
 class _Graph:
-    """All nodes that the roots lead to, but for accumulators; which are on the input side."""
+    """All nodes that the roots lead to, except accumulators, and which are on the input side."""
 
     __slots__ = ("_above_leaves", "_parents", "edges", "input_side", "inputs")
 
@@ -134,7 +134,7 @@ class _Graph:
         self._complete(input_side)
 
     def _complete(self, nodes: set[Node]) -> None:
-        """Add all nodes that lead to the given ones."""
+        """Add all nodes that lead to those in `nodes`."""
         parents = self._parents
         stack = list(nodes)
         while stack:
@@ -144,7 +144,7 @@ class _Graph:
                     stack.append(parent)
 
     def users(self) -> Iterable[Node]:
-        """Nodes of the input side that may use parameters, directly or by way of others."""
+        """Return nodes of the input side that may use parameters, directly or through others."""
         found: dict[Node, None] = {}
         stack = list(self._above_leaves)
         seen = set(stack)
@@ -161,7 +161,7 @@ class _Graph:
 
 
 class _Parameters:
-    """Looks up the weights that nodes off the input side lead to."""
+    """The weights that nodes off the input side lead to."""
 
     __slots__ = ("_below", "_graph", "_weights")
 
@@ -171,20 +171,20 @@ class _Parameters:
         self._below: dict[Node, Sequence[Tensor]] = {}
 
     def of(self, node: Node | None) -> Tensor | None:
-        """The weight that this node accumulates into, if it does."""
+        """Return the weight that this node accumulates into, or None."""
         if type(node) is not _Accumulator:
             return None
         variable = accumulated_variable(node)
         return variable if id(variable) in self._weights else None
 
     def of_transpose(self, node: Node) -> Tensor | None:
-        """The weight whose transpose this node made, if it did."""
+        """Return the weight whose transpose this node made, or None."""
         if type(node).__name__ != "TBackward0":
             return None
         return self.of(self._graph.edges[node][0][0])
 
     def below(self, node: Node) -> Sequence[Tensor]:
-        """All weights that can be reached from a node off the input side."""
+        """Return all weights that can be reached from a node off the input side."""
         known = self._below.get(node)
         if known is not None:
             return known
@@ -205,10 +205,10 @@ class _Parameters:
 
 
 def _user(node: Node, graph: _Graph, params: _Parameters) -> User | None:
-    """The node as a user of parameters, if it is one."""
+    """Return the node as a user of parameters, or None if it is not one."""
     uses: list[Use] = []
     used: list[Tensor] = []
-    is_passed = False  # The pass stops at an input that leads no further.
+    is_passed = False  # The pass stops at an input that does not lead to another input.
     for number, (child, output_nr) in enumerate(graph.edges[node]):
         if child is None:
             continue
@@ -230,7 +230,7 @@ def _user(node: Node, graph: _Graph, params: _Parameters) -> User | None:
 
 
 def _cluster_of(params: Sequence[Tensor], clusters: dict[int, Cluster]) -> Cluster:
-    """The one cluster of all these parameters: new, or joined from those they were in."""
+    """Return one cluster of all these parameters: a new one, or their clusters joined."""
     host: Cluster | None = None
     for param in params:
         other = clusters.get(id(param))

@@ -1,4 +1,4 @@
-"""The input half: one engine pass that gives the input gradients and what W will need."""
+"""The input backward: one engine pass that computes the input gradients and what W needs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from penstock.backward.sources import Passage, Source
 
 
 class HalfPlan(NamedTuple):
-    """Which weights can wait until W, and which the pass must give: see `harvest`."""
+    """The weights whose gradients wait until W, and those that the pass computes: see `harvest`."""
 
     waiting: Sequence[Cluster]
     urgent: Sequence[Tensor]
@@ -24,7 +24,7 @@ class HalfPlan(NamedTuple):
 def plan_for(
     roots: Sequence[Tensor], inputs: Sequence[GradientEdge], weights: Sequence[Tensor]
 ) -> HalfPlan:
-    """The plan that puts off all that can wait, for the graph from `roots` to `inputs`."""
+    """Return the plan that defers all that can wait, for the graph from `roots` to `inputs`."""
     waiting: list[Cluster] = []
     urgent: list[Tensor] = []
     for cluster in harvest([gradient_edge(root) for root in roots], inputs, weights):
@@ -36,7 +36,7 @@ def plan_for(
 
 
 class InputHalf(NamedTuple):
-    """What the pass gave: gradients of the inputs, at the taps and of the urgent weights,
+    """The results of the pass: gradients of the inputs, at the taps and of the urgent weights,
     and groups of the weights that wait."""
 
     input_grads: Sequence[Tensor | None]
@@ -52,7 +52,7 @@ def run_input_half(
     inputs: Sequence[Tensor],
     taps: Sequence[GradientEdge] = (),
 ) -> InputHalf:
-    """Run the pass. The graph is released as far as the pass goes; no hook of a weight runs."""
+    """Run the pass. It releases the part of the graph that it runs; no hook of a weight runs."""
     wanted: Any = [*inputs, *taps, *plan.urgent]
     grads: Sequence[Tensor | None] = ()
     with _watching(plan.waiting) as arrivals, hooks_put_off(plan.urgent):
@@ -71,9 +71,10 @@ def run_input_half(
 
 @contextmanager
 def _watching(clusters: Sequence[Cluster]) -> Iterator[list[list[list[Gradients]]]]:
-    """For every user of every cluster, a list that takes the gradients that arrive there.
+    """Record the gradients that arrive, in one list for every user of every cluster.
 
-    By pre-hooks: what the engine captures at a node is not yet changed by tensor hooks.
+    This takes pre-hooks: gradients that the engine captures at a node lack the changes of
+    tensor hooks.
     """
     handles = []
     arrivals: list[list[list[Gradients]]] = []
@@ -91,7 +92,7 @@ def _watching(clusters: Sequence[Cluster]) -> Iterator[list[list[list[Gradients]
 
 
 def arrived_group(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[ParamGroup]:
-    """A group of the parameters that got their gradients in the pass; none if none did."""
+    """Return a group of the parameters that got gradients in the pass, or none if none did."""
     arrived = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
     if not arrived:
         return []

@@ -1,4 +1,4 @@
-"""Pairing nested stage outputs with their gradients, and checking that they match."""
+"""Pair nested stage outputs with their gradients, and check that they match."""
 
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any
@@ -11,11 +11,11 @@ from penstock.torch_private import pytree
 
 
 def pair_with_grads(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The output tensors that have a gradient to send back, and those gradients.
+    """Return the output tensors that have a gradient to send back, and those gradients.
 
     `outputs` is a tensor or nests tuples, lists and dicts; `grads` mirrors it. A None in
-    `grads` means that nobody used that output. If `grads` itself is None, or all in it is
-    None and every output is a scalar, they are losses: each gets a gradient of ones.
+    `grads` means that nobody used that output. The outputs are losses, each with a gradient of
+    ones, if `grads` is None, or if it contains only None and every output is a scalar.
     """
     pairs = list(_pairs(outputs, grads, "output"))
     found = [pair for pair in pairs if pair[1].requires_grad]
@@ -42,12 +42,12 @@ def pair_with_grads(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of a nested value, in order."""
+    """Return all tensors of a nested value, in order."""
     return [tensor for _, tensor, _ in _pairs(value, None, "value")]
 
 
 def differentiable(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors among the values that require gradients, each once."""
+    """Return the tensors among the values that require gradients, each once."""
     found = (value for value in values if isinstance(value, Tensor) and value.requires_grad)
     return list(dict.fromkeys(found))
 
@@ -55,7 +55,7 @@ def differentiable(values: Sequence[Any]) -> list[Tensor]:
 def spread_over(
     values: Sequence[Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """For each value the gradient of the input that it is, or None."""
+    """Return the gradient of each value that is one of the inputs, and None for the others."""
     grad_of = dict(zip(inputs, grads, strict=True))
     return tuple(grad_of.get(value) if isinstance(value, Tensor) else None for value in values)
 
@@ -65,7 +65,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def _pairs(output: Any, grad: Any, name: str) -> Iterator[tuple[str, Tensor, Any]]:
-    """Every tensor of a nested output with its name and gradient (None if absent)."""
+    """Yield every tensor of a nested output with its name and gradient (None if absent)."""
     if isinstance(output, Tensor):
         yield name, output, grad
     elif isinstance(output, tuple | list):
@@ -81,7 +81,7 @@ def _pairs(output: Any, grad: Any, name: str) -> Iterator[tuple[str, Tensor, Any
                 raise _mismatch(name, f"keys {sorted(map(str, grad))}", wanted)
         for key, item in output.items():
             yield from _pairs(item, None if grad is None else grad[key], f"{name}[{key!r}]")
-    elif type(output) in pytree.SUPPORTED_NODES:  # A container that the user taught torch about.
+    elif type(output) in pytree.SUPPORTED_NODES:  # A container class that the user registered.
         flatten = pytree.SUPPORTED_NODES[type(output)].flatten_fn
         grads = None if grad is None else flatten(grad)[0]
         yield from _pairs(flatten(output)[0], grads, name)

@@ -11,10 +11,10 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run a command line, by default that of this process, and exit."""
     try:
         with needed_by("the command line", ["typer", "rich"], extra="cli", error=OptionError):
-            import rich  # noqa: F401  # Each command loads what it needs of it.
+            import rich  # noqa: F401  # Checked here; commands import what they need from it.
 
             from penstock.cli import app
-    except KeyboardInterrupt:  # So soon that not even the commands are known.
+    except KeyboardInterrupt:  # Ctrl-C before the commands are loaded.
         sys.exit(130)
     except OptionError as error:
         print(f"error: {error}", file=sys.stderr)

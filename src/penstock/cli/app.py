@@ -1,7 +1,7 @@
-"""The command `penstock`: its subcommands, and what becomes of errors.
+"""The command `penstock`: its subcommands, and the handling of errors.
 
-Each subcommand is a file of this folder. Whatever takes time to import, torch above all, is
-imported in the function that needs it, so that the command starts at once.
+Each subcommand is a file in this folder. Slow imports, above all torch, are in the functions that
+need them, so that the command starts at once.
 """
 
 import os
@@ -25,7 +25,7 @@ from penstock.cli.train_command import train
 from penstock.cli.verify_command import verify
 from penstock.errors import PipelineError
 
-_INTERRUPTED = 130  # As shells have it: 128, and the number of the signal.
+_INTERRUPTED = 130  # As in shells: 128 plus the number of the signal.
 
 app = typer.Typer(
     add_completion=False,
@@ -63,9 +63,9 @@ def root(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
 ) -> None:
-    """Pipeline-parallel training for PyTorch that runs full.
+    """Pipeline-parallel training for PyTorch that keeps every rank busy.
 
-    "penstock COMMAND --help" tells of each command, with examples.
+    "penstock COMMAND --help" describes each command, with examples.
     """
 
 
@@ -73,7 +73,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run a command line, by default that of this process, and exit."""
     given = list(sys.argv[1:] if args is None else args)
     is_debug = "--debug" in given
-    # It may stand anywhere, but only the root knows it.
+    # It may be given anywhere, but only the root command accepts it.
     given = [arg for arg in given if arg != "--debug"] or ["--help"]
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -82,12 +82,12 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         code = app(given, prog_name="penstock", standalone_mode=False)
         sys.stdout.flush()
-        if code == _INTERRUPTED:  # What typer makes of Ctrl-C.
+        if code == _INTERRUPTED:  # typer returns this after Ctrl-C.
             _say("interrupted", code)
     except KeyboardInterrupt:
         code = _say("interrupted", _INTERRUPTED)
     except BrokenPipeError:
-        # Who reads us has had enough, as `head` does. Python would complain once more at its end.
+        # The reader closed the pipe, as `head` does. Python would print another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except typer.TyperException as error:
@@ -106,10 +106,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Whoever closed one of our streams is not interested in it, and that is all."""
+    """Replace standard streams that are closed with the null device."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # As long as the process.
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # Open until exit.
 
 
 def _say(text: str, code: int) -> int:

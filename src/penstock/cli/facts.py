@@ -1,10 +1,10 @@
-"""What commands say of a report to other programs."""
+"""The facts of a report that commands print as JSON."""
 
 from penstock.timeline import Report
 
 
 def facts_of(report: Report) -> dict[str, float]:
-    """Its times, bubbles and memory, under the names that they have in Python."""
+    """Return the times, bubbles and memory of a report, under their names in Python."""
     return {
         "makespan": report.makespan,
         "span": report.span,

@@ -1,4 +1,4 @@
-"""`penstock list`: which schedules there are."""
+"""`penstock list`: list the schedules that have a name."""
 
 from penstock.cli.options import AsJson
 from penstock.cli.screen import print_json, print_table
@@ -10,7 +10,7 @@ from penstock.solver.placement_choices import describe
 def list_schedules(as_json: AsJson = False) -> None:
     """List the schedules that have a name.
 
-    Case, hyphens and blanks in names do not matter; names of torch's classes will do too.
+    Case, hyphens and blanks in names do not matter; the names of torch's classes work too.
 
     \b
     penstock list
@@ -44,6 +44,6 @@ def _facts(generator: Generator) -> dict[str, object]:
 
 
 def _placement(generator: Generator) -> str:
-    """In a word, which is the same for all shapes; three ranks tell a loop from a V."""
+    """Return the placement in a word; with three ranks, a loop and a V differ."""
     stages_per_rank = 2 if generator.takes_any_stages_per_rank else generator.stages_per_rank
     return describe(generator.placement(Shape(3, 1, stages_per_rank))).partition(",")[0]

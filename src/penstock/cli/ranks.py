@@ -1,4 +1,4 @@
-"""Commands that run on several ranks: the one that was typed starts itself on each of them."""
+"""Commands that run on several ranks: the command starts itself again on each rank."""
 
 import os
 import sys
@@ -12,20 +12,20 @@ _LINGER_S = 1.0
 
 
 def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run `penstock` with these arguments on as many ranks; returns the exit code."""
-    # The command line itself has taken --debug away.
+    """Run `penstock` with these arguments on `num_ranks` ranks; return the exit code."""
+    # main() removed --debug from the arguments.
     debug = ["--debug"] if "--debug" in sys.argv else []
     return launch([*arguments, *debug], num_ranks)
 
 
 def be_rank(work: Callable[[], None]) -> int:
-    """Do a rank's work; returns the exit code."""
+    """Do a rank's work; return the exit code."""
     end_with_launcher(os.environ)
     try:
         work()
     except CommError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        # Another rank failed first. Whoever started both is to see that one's end before this.
+        # Another rank failed first. The launcher must see that rank end before this one.
         time.sleep(_LINGER_S)
         return STOPPED_BY_ANOTHER
     return 0

@@ -1,6 +1,6 @@
-"""What commands print: tables, JSON, and a sign of life while they work.
+"""The output of commands: tables, JSON, and a status line while they work.
 
-A table has colours only where a person looks at it. rich is imported when it is needed.
+A table has colours only on a terminal. rich is imported when it is needed.
 """
 
 import json
@@ -19,18 +19,18 @@ _NARROWEST, _WIDEST = 20, 1000
 
 
 def width() -> int:
-    """How many characters fit: on the terminal, or as COLUMNS says, or 100."""
+    """Return the number of characters in a line: COLUMNS, or the terminal's, or 100."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) > 0:
         return min(max(int(columns), _NARROWEST), _WIDEST)
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or _WIDTH_OF_FILES
-    except (OSError, ValueError):  # No terminal, or not even a file.
+    except (OSError, ValueError):  # Not a terminal, or not even a file.
         return _WIDTH_OF_FILES
 
 
 def console(columns: int | None = None) -> "Console":
-    """Where drawings and tables are printed, `columns` wide or as wide as the screen."""
+    """Return the console for drawings and tables, `columns` wide or as wide as the screen."""
     from rich.console import Console
 
     return Console(
@@ -45,9 +45,9 @@ def console(columns: int | None = None) -> "Console":
 def print_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Collection[str]
 ) -> None:
-    """Prints a table; the columns named in `words` are to the left, the others to the right.
+    """Print a table; the columns named in `words` are aligned left, the others right.
 
-    If the terminal is too narrow, the last column gives way.
+    If the terminal is too narrow, the last column wraps.
     """
     from rich.table import Table
     from rich.text import Text
@@ -61,18 +61,18 @@ def print_table(
     screen = console()
     with screen.capture() as captured:
         screen.print(table)
-    # rich fills every line up with blanks.
+    # rich pads every line with blanks.
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def print_json(value: Any) -> None:
-    """Prints JSON; what is not finite is null, for JSON has no word for it."""
+    """Print JSON; numbers that are not finite become null, since JSON cannot express them."""
     print(json.dumps(_plain(value), indent=2, allow_nan=False))
 
 
 @contextmanager
 def sign_of_life(text: str) -> Iterator[None]:
-    """Shows on a terminal that something is going on; on stderr, so that pipes stay clean."""
+    """Show a status line on a terminal; it goes to stderr, so that pipes stay clean."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""`penstock verify`: whether schedules can be run."""
+"""`penstock verify`: prove that schedules can be run."""
 
 import sys
 from typing import Annotated
@@ -21,10 +21,10 @@ def verify(
 ) -> None:
     """Prove that schedules can be run.
 
-    They are complete, in order, free of deadlock, and within the memory.
+    Checks that they are complete, in order, free of deadlock, and within the memory.
 
-    Prints a line for each file. If one cannot be run, the line says at which action, and the exit
-    code is 1.
+    Prints a line for each file. If one cannot be run, the line names the action, and the exit code
+    is 1.
 
     \b
     penstock verify best.csv
@@ -42,7 +42,7 @@ def verify(
         except PipelineError as exc:
             if failed is not None:
                 print(f"error: {' '.join(str(failed).split())}", file=sys.stderr)
-            failed = exc  # The last is left to who reports errors.
+            failed = exc  # The last one is raised, and main() prints it.
         else:
             print(f"{given.name}: ok: {describe_shape(given.schedule)}")
     if failed is not None:

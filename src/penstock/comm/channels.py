@@ -1,9 +1,9 @@
 """The channels that a rank has opened, and the order in which ranks open them.
 
-An NCCL communicator blocks the host at its first use until the other end uses it too. If ranks
-connected in orders of their own, each could wait for another in a circle. All of them follow one
-total order instead: the first channel in it that is not connected yet is the next one at both of
-its ends, so some channel can always be connected.
+An NCCL communicator blocks the host at its first use until the other end uses it too. If each
+rank had its own order, ranks could wait for each other in a circle. So all of them follow one
+total order: the first channel in it that is not connected yet is the next one at both of its
+ends, so some channel can always be connected.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,14 +21,14 @@ class OpenChannels:
         self._opened: set[tuple[Rank, Rank]] = set()
 
     def open(self, channels: Iterable[Channel], connect: Callable[[Channel], None]) -> None:
-        """Call `connect` for those that this rank has an end of and that are not open yet."""
+        """Call `connect` for each of this rank's channels that is not open yet."""
         own = {channel for channel in channels if self._rank in channel} - self._opened
         for channel in sorted(own, key=turn):
             connect(channel)
             self._opened.add(channel)
 
     def check(self, sender: Rank, receiver: Rank) -> None:
-        """Raise unless the channel is open."""
+        """Raise an error unless the channel is open."""
         if (sender, receiver) not in self._opened:
             raise CommError(
                 f"the channel from rank {sender} to rank {receiver} is not open. Expected a "
@@ -38,16 +38,16 @@ class OpenChannels:
 
 
 def turn(channel: Channel) -> tuple[int, int, bool, Rank]:
-    """Return where a channel stands in the order in which all ranks connect."""
+    """Return the place of a channel in the order in which all ranks connect."""
     low, high = sorted(channel)
     distance = high - low
-    # Of the channels that differ in the rank alone no two share an end, so they connect at the
-    # same time: a chain of any length, with both directions, takes as long as four channels.
+    # Channels that differ only in the rank do not share an end, so they connect at the same time:
+    # a chain of any length, in both directions, takes as long as four channels.
     return distance, low // distance % 2, channel.sender > channel.receiver, low
 
 
 def both_ways(pairs: Iterable[tuple[Rank, Rank]]) -> set[Channel]:
-    """Return the channels between the two ranks of each pair, if they are not one."""
+    """Return the channels in both directions between the ranks of each pair that differ."""
     return {
         channel
         for one, other in pairs

@@ -15,13 +15,13 @@ Value = TypeVar("Value")
 
 
 def waited(value: Value) -> Value:
-    """Wait for a tensor that a collective is filling; anything else is returned as it is."""
+    """Wait for a tensor that a collective is filling; return anything else as it is."""
     if type(value) in PLAIN_TYPES or not isinstance(value, Tensor):
         return value
-    # Late: it takes a while to load, and whoever has such a tensor has loaded it.
+    # Looked up late: it takes a while to load, and a program with such a tensor has loaded it.
     return cast(Value, value.wait()) if isinstance(value, async_collective_tensor()) else value
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """A tensor without its graph, and without a collective that it has to wait for."""
+    """Return a tensor without its graph, after waiting for its collective if it has one."""
     return waited(tensor.detach())

@@ -1,6 +1,6 @@
-"""Values that all ranks give and one rank decides on, by the pipeline's own channels.
+"""Decisions that rank 0 makes from the values of all ranks, over the pipeline's own channels.
 
-On those a rank that fails is noticed by all who wait for it, at once.
+On these channels, a rank that fails is noticed at once by all ranks that wait for it.
 """
 
 import pickle
@@ -24,9 +24,9 @@ def decide(
     choose: Callable[[list[Any]], Result],
     what: str,
 ) -> Result:
-    """Rank 0 chooses by the values of all ranks; all get what it chose. All ranks must call it.
+    """Return what rank 0 chooses from the values of all ranks. All ranks must call it.
 
-    `what` is what they wait for, if anyone has to be told.
+    `what` says what they wait for, in error messages.
     """
     comm.open(channels_of_rank_0(comm.num_ranks))
     others = range(1, comm.num_ranks)
@@ -49,7 +49,7 @@ def channels_of_rank_0(num_ranks: int) -> set[Channel]:
 def send_value(
     comm: AbstractComm, device: torch.device, receiver: Rank, value: Any, what: str
 ) -> None:
-    """Send what can be pickled, and wait until it may be changed."""
+    """Send a value that can be pickled, and wait until it may be changed."""
     body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     size = torch.tensor([len(body)], device=device)
     transfers = [comm.send(tensor, receiver) for tensor in (size, body)]
@@ -58,7 +58,7 @@ def send_value(
 
 
 def recv_value(comm: AbstractComm, device: torch.device, sender: Rank, what: str) -> Any:
-    """Wait for what `send_value` sends."""
+    """Wait for a value that `send_value` sends, and return it."""
     size = torch.empty(1, dtype=torch.int64, device=device)
     comm.recv(size, sender).wait(lambda: what)
     body = torch.empty(int(size.item()), dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Links that torch.distributed carries: gloo between machines, NCCL between CUDA devices."""
+"""Links over torch.distributed: gloo between machines, NCCL between CUDA devices."""
 
 import contextlib
 from collections.abc import Callable
@@ -19,10 +19,10 @@ _TAG_OF_NO_MESSAGE = 1
 
 
 class GlooLink(AbstractLink):
-    """Shares one gloo group with all other links of its process.
+    """A link over the gloo group that all links of its process share.
 
-    gloo keeps the messages of each ordered pair of ranks in order, and lets those of different
-    pairs pass each other.
+    gloo keeps the messages of each ordered pair of ranks in order; messages of different pairs may
+    overtake each other.
     """
 
     def __init__(self, group: Any, other: Rank) -> None:
@@ -30,7 +30,7 @@ class GlooLink(AbstractLink):
         self._other = other
 
     def connect(self, channel: Channel, timeout_s: float) -> None:
-        """The group connected all of its ranks when it was made."""
+        """Do nothing: the group connected all of its ranks when it was made."""
 
     def send(self, tensor: Tensor) -> Work:
         return _GlooWork(self._group.send([tensor], self._other, _TAG))
@@ -39,10 +39,10 @@ class GlooLink(AbstractLink):
         return _GlooWork(self._group.recv([tensor], self._other, _TAG))
 
     def close(self) -> None:
-        """By a receive that ends too late, at which gloo closes all connections of the group.
+        """Post a receive that times out, so that gloo closes all connections of the group.
 
-        Nothing else does that for sure: connections live as long as any transfer, and those
-        are in tracebacks.
+        Nothing else closes them reliably: connections live as long as any transfer, and tracebacks
+        keep transfers alive.
         """
         with contextlib.suppress(RuntimeError):
             work = self._group.recv([torch.empty(1)], self._other, _TAG_OF_NO_MESSAGE)
@@ -60,10 +60,10 @@ class _GlooWork:
 
 
 class NcclLink(AbstractLink):
-    """Has a group for each channel that is connected.
+    """A link with an NCCL group for each channel that is connected.
 
-    NCCL runs all that two ranks exchange in a group on one stream, where a send would wait for
-    the receive before it. It knows few dtypes, so it is given bytes. `make_pair` makes this rank's
+    NCCL runs all messages of two ranks in a group on one stream, where a send would wait for the
+    receive before it. It supports few dtypes, so it is given bytes. `make_pair` makes this rank's
     end of a channel's group, in which the sender is rank 0 and the receiver is rank 1.
     """
 
@@ -76,7 +76,7 @@ class NcclLink(AbstractLink):
         self._groups: dict[Channel, Any] = {}
 
     def connect(self, channel: Channel, timeout_s: float) -> None:
-        """By a first message, as a group makes its communicator when it is first used."""
+        """Exchange a first message, since a group makes its communicator at its first use."""
         self._groups[channel] = self._make_pair(channel)
         tensor = torch.zeros(1, device=self._device)
         work = self._send(tensor) if channel == self._there else self._recv(tensor)
@@ -102,9 +102,9 @@ class NcclLink(AbstractLink):
 
 
 def nccl_pair(store: distributed_c10d.Store, rank: Rank, timeout_s: float, channel: Channel) -> Any:
-    """Make this rank's end of the group of a channel, once the other end is about to do so too.
+    """Make this rank's end of a channel's group, once the other end is about to do the same.
 
-    NCCL has no deadline while it makes a communicator, so the two meet by the store before.
+    NCCL has no deadline while it makes a communicator, so the two ranks first meet in the store.
     """
     sender, receiver = channel
     prefix = distributed_c10d.PrefixStore(f"nccl from {sender} to {receiver}", store)
@@ -115,7 +115,7 @@ def nccl_pair(store: distributed_c10d.Store, rank: Rank, timeout_s: float, chann
 
 
 def meet(store: distributed_c10d.Store, rank: Rank, other: Rank, timeout_s: float) -> None:
-    """Wait until the other rank calls this too; raises a RuntimeError if it does not in time."""
+    """Wait until the other rank calls this too; raise a RuntimeError if it does not in time."""
     store.set(f"rank {rank} is here", "")
     store.wait([f"rank {other} is here"], timedelta(seconds=timeout_s))
 
@@ -127,5 +127,5 @@ class _NcclWork:
         self._work = work
 
     def wait(self, timeout_s: float) -> None:
-        """The stream waits; with a timeout the host would. NCCL keeps the deadline."""
+        """Let the stream wait; with a timeout the host would wait. NCCL keeps the deadline."""
         self._work.wait()

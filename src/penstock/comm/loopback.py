@@ -1,8 +1,8 @@
 """Several ranks in one process, for tests, notebooks and debugging.
 
-Each rank is a thread, and one runs at a time: it goes on until it has to wait for another, and
-then the next one that can go on does. So a run is the same every time, and if no rank can go on
-all of them are told at once, with no deadline to wait for.
+Each rank is a thread, and one runs at a time: it runs until it has to wait for another rank, and
+then the next rank that can go on runs. So every run is the same. If no rank can go on, all of them
+get an error at once, without waiting for a deadline.
 """
 
 import threading
@@ -41,16 +41,16 @@ class LocalGroup:
         return f"LocalGroup(rank {self.rank} of {self.num_ranks})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalGroup":
-        """Return the same group: a copy of a stage talks to the same ranks."""
+        """Return the same group: a copy of a stage communicates with the same ranks."""
         return self
 
     def connect(self) -> AbstractComm:
-        """This rank's ends of the channels of one pipeline."""
+        """Return this rank's ends of the channels of one pipeline."""
         return _LoopbackComm(self._world, self.rank)
 
 
 def local_ranks(num_ranks: int, main: Callable[..., Result], *args: Any) -> list[Result]:
-    """Run `main(group, *args)` once for each rank, in this process; returns what they returned.
+    """Run `main(group, *args)` once for each rank, in this process; return all results.
 
     `group.rank` and `group.num_ranks` tell the ranks apart, and `group` is what a stage takes as
     its group. If a rank fails, so do those that wait for it, and its exception is raised here.
@@ -77,13 +77,13 @@ def local_ranks(num_ranks: int, main: Callable[..., Result], *args: Any) -> list
         thread.join()
     failed = [thread.error for thread in ranks if thread.error is not None]
     if failed:
-        # The others were stopped by the one that failed by itself.
+        # A CommError only follows from the failure of another rank.
         raise next((error for error in failed if not isinstance(error, CommError)), failed[0])
     return [thread.result for thread in ranks]
 
 
 class _RankThread(threading.Thread, Generic[Result]):
-    """Runs `main` for one rank, when it is its turn."""
+    """The thread that runs `main` for one rank, when it is its turn."""
 
     result: Result
 
@@ -107,7 +107,7 @@ class _RankThread(threading.Thread, Generic[Result]):
 
 
 class _World:
-    """What the ranks share: whose turn it is, who waits for what, and their pipelines."""
+    """The state that the ranks share: whose turn it is, who waits for what, and the pipelines."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -120,7 +120,7 @@ class _World:
         self._running = set(range(num_ranks))
 
     def next_line(self, rank: Rank) -> "_Line":
-        """The line of the rank's next pipeline: ranks find each other by how many they made."""
+        """Return the line of the rank's next pipeline; ranks match their pipelines by number."""
         number = self._num_lines[rank]
         self._num_lines[rank] += 1
         if number == len(self._lines):
@@ -132,7 +132,7 @@ class _World:
             self._turns.wait_for(lambda: self._turn == rank)
 
     def fail(self, rank: Rank, report: str) -> None:
-        """Note that a rank has ended by an exception: nobody need wait for it any more."""
+        """Note that a rank has ended in an exception, so that no rank keeps waiting for it."""
         self._ended.fail(f"rank {rank} failed: {report}")
 
     def end(self, rank: Rank) -> None:
@@ -177,7 +177,7 @@ class _World:
 
 
 class _Line:
-    """What the ranks of one pipeline share: their messages, and the first failure."""
+    """The state that the ranks of one pipeline share: their messages, and the first failure."""
 
     def __init__(self) -> None:
         self.mailboxes: defaultdict[Channel, _Mailbox] = defaultdict(_Mailbox)
@@ -185,7 +185,7 @@ class _Line:
         self.failure = ""
 
     def fail(self, report: str) -> None:
-        """Only the first failure counts: the others follow from it."""
+        """Note a failure; only the first is kept, since the others follow from it."""
         self.failure = self.failure or report
 
 
@@ -217,7 +217,7 @@ class _LoopbackComm(AbstractComm):
         return [values[rank] for rank in range(self.num_ranks)]
 
     def open(self, channels: Iterable[Channel]) -> None:
-        # Mailboxes need no connection, but what is not opened would fail on other links.
+        # Mailboxes need no connection, but channels that are not open would fail on other links.
         self._channels.open(channels, connect=lambda channel: None)
 
     def copies(self, receiver: Rank) -> bool:
@@ -225,7 +225,7 @@ class _LoopbackComm(AbstractComm):
 
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
         self._channels.check(self.rank, receiver)
-        # A copy, as between processes: the sender may change its own.
+        # A copy, as between processes: the sender may change its own tensor.
         self._line.mailboxes[Channel(self.rank, receiver)].put(copy_of(tensor))
         return _SENT
 
@@ -239,19 +239,19 @@ class _LoopbackComm(AbstractComm):
         self._line.fail(f"rank {self.rank} failed: {report}")
 
     def close(self) -> None:
-        """There is nothing to end: the mailboxes go with the threads."""
+        """Do nothing: the mailboxes end with the threads."""
 
 
 class _Sent:
     def wait(self, described: Describe) -> None:
-        """The mailbox has a copy, so the sender's tensor is free."""
+        """Return at once: the mailbox has a copy, so the sender's tensor is free."""
 
 
 _SENT = _Sent()
 
 
 class _Posted:
-    """A receive; it is filled when its turn among those of its channel comes."""
+    """A posted receive; the receives of a channel are filled in order."""
 
     def __init__(self, world: _World, line: _Line, rank: Rank, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
@@ -262,7 +262,7 @@ class _Posted:
 
 
 class _Mailbox:
-    """One channel: what was sent and what is posted, each in order; one of them is empty."""
+    """One channel: the sent tensors and the posted receives, in order; one list is empty."""
 
     def __init__(self) -> None:
         self._sent: deque[Tensor] = deque()
@@ -281,7 +281,7 @@ class _Mailbox:
             posted = self._posted.popleft()
             assert posted.tensor is not None
             sent = self._sent.popleft()
-            # As strict as a real link: copy_ would broadcast and convert.
+            # As strict as a real link; copy_ would broadcast and convert.
             assert (sent.shape, sent.dtype) == (posted.tensor.shape, posted.tensor.dtype)
             with torch.no_grad():
                 as_bytes(posted.tensor).copy_(as_bytes(sent))

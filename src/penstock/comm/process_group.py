@@ -1,8 +1,8 @@
-"""Channels between processes that torch.distributed has brought together.
+"""Channels between the processes of a torch.distributed process group.
 
-A pipeline opens connections of its own, so giving up closes nothing that anyone else uses. What
-carries them depends on where the tensors are: shared memory between processes of one machine,
-gloo between machines, NCCL between CUDA devices.
+A pipeline opens its own connections, so giving up does not close anything that others use. The
+medium depends on where the tensors are: shared memory between processes of one machine, gloo
+between machines, NCCL between CUDA devices.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _GAVE_UP = "gave up"
 class ProcessGroupComm(AbstractComm):
     """This rank's ends of the channels of one pipeline, among the ranks of `group`.
 
-    Every rank of the group must make one: they find each other by how many they have made.
+    Every rank of the group must make one; ranks match theirs by how many they have made.
     Set PENSTOCK_SHARED_MEMORY=0 to use gloo within a machine too.
     """
 
@@ -71,7 +71,7 @@ class ProcessGroupComm(AbstractComm):
         try:
             self._open_links(device)
         except BaseException as exc:
-            # The next attempt meets that of a rank which missed this one.
+            # The next attempt then matches that of a rank that missed this one.
             with contextlib.suppress(RuntimeError):
                 store.add(made, -1)
                 for key in self._gathered:
@@ -82,7 +82,7 @@ class ProcessGroupComm(AbstractComm):
             raise self._failures.explain(exc, "a connection to each other rank", 0.0) from exc
 
     def gather(self, value: Any, what: str = BEGINNING) -> list[Any]:
-        """By way of the store: values are few and small, and their sizes differ."""
+        """Exchange values through the store: they are few and small, and their sizes differ."""
         number = len(self._gathered)
         keys = [f"gathered {number} from rank {rank}" for rank in range(self.num_ranks)]
         self._gathered.append(keys[self.rank])
@@ -174,7 +174,7 @@ class ProcessGroupComm(AbstractComm):
             names = {rank: gathered[rank][2] for rank in others if gathered[rank][1] == machine}
             self._open_shared_memory(listener, names)
         machines = {found for _, found, _ in gathered}
-        if machines == {""} or len(machines) > 1:  # All ranks know it, so all make the group.
+        if machines == {""} or len(machines) > 1:  # All ranks know it, and make the group.
             group = distributed_c10d.ProcessGroupGloo(
                 distributed_c10d.PrefixStore("gloo", self._store),
                 self.rank,
@@ -193,7 +193,7 @@ class ProcessGroupComm(AbstractComm):
     def _open_shared_memory(
         self, listener: shared_memory.Listener, names: dict[Rank, bytes]
     ) -> None:
-        """Links to the processes that listen under these names: one of each pair connects."""
+        """Make links to the processes that listen under these names; one of each pair connects."""
         family: WeakSet[SharedMemoryLink] = WeakSet()
         deadline_s = time.monotonic() + self._timeout_s
         for rank, name in names.items():
@@ -212,7 +212,7 @@ class ProcessGroupComm(AbstractComm):
 
 
 def _name(ranks: list[Rank]) -> str:
-    """Some ranks in words; none in particular if the list is empty."""
+    """Return ranks in words: all ranks if the list is empty."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks))}" if ranks else "all ranks"

@@ -1,4 +1,4 @@
-"""Drop-in for torch.distributed.pipelining: the same names, constructors and steps."""
+"""Drop-in replacement for torch.distributed.pipelining: the same names, constructors and steps."""
 
 from penstock.compat.schedules import (
     PipelineScheduleMulti,

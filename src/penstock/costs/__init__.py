@@ -1,4 +1,4 @@
-"""What stages cost: times, memory, and messages between them."""
+"""The costs of stages: times, memory, and messages between them."""
 
 from penstock.costs.cost_table import CostTable, EdgeCost, StageCost
 from penstock.costs.footprint import Footprint

@@ -1,4 +1,4 @@
-"""Times and amounts of memory in words, by their unit."""
+"""Times and amounts of memory as text with units."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ MemoryUnit = Literal["", "bytes"]
 
 
 def in_time(value: float, unit: TimeUnit) -> str:
-    """A time in words."""
+    """Return a time as text with its unit."""
     if unit == "":
         return f"{value:.5g}"
     for factor, name in ((1.0, "s"), (1e3, "ms")):
@@ -17,7 +17,7 @@ def in_time(value: float, unit: TimeUnit) -> str:
 
 
 def in_memory(value: float, unit: MemoryUnit) -> str:
-    """An amount of memory in words."""
+    """Return an amount of memory as text with its unit."""
     if unit == "":
         return f"{value:.5g}"
     for exponent, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):

@@ -1,4 +1,4 @@
-"""Cutting a model into stages: by tracing its forward, or between its modules."""
+"""Cut a model into stages: by tracing its forward, or between its modules."""
 
 from penstock.cutting.cut_model import CutInfo, CutModel, StageInfo
 from penstock.cutting.cut_policies import Balanced

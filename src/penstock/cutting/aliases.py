@@ -1,4 +1,4 @@
-"""Which values of a graph share memory, and which operations change it."""
+"""Memory that values of a graph share, and the operations that change it."""
 
 import operator
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ from penstock.torch_private import (
 _aten = torch.ops.aten
 # Operations that run a graph within the graph.
 CONTEXTS = (wrap_with_set_grad_enabled, wrap_with_autocast)
-# Arguments that these operations change, if the argument in the third column is true; their
+# Arguments that these operations change, and the argument that must be true for that; their
 # schemas do not say so.
 _HIDDEN_WRITES = {
     _aten.batch_norm.default: ((3, 4), 5),
@@ -28,12 +28,12 @@ _HIDDEN_WRITES = {
 
 
 class Aliases:
-    """Which nodes share memory with which, and which operations change it."""
+    """The nodes of a graph that share memory, and the operations that change it."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.root: dict[Node, Node] = {}
         self.changed: dict[Node, list[Node]] = {}
-        """By operation, what it changes in place."""
+        """The nodes that each operation changes in place."""
         for node in graph_module.graph.nodes:
             source = _aliased(node, graph_module)
             self.root[node] = node if source is None else self.root[source]
@@ -43,13 +43,13 @@ class Aliases:
         }
 
     def written_among(self, nodes: Iterable[Node], values: Iterable[Node]) -> list[Node]:
-        """Those of `values` whose memory one of `nodes` changes."""
+        """Return those of `values` whose memory one of `nodes` changes."""
         roots = {self.root[changed] for node in nodes for changed in self.changed[node]}
         return [value for value in values if self.root[value] in roots]
 
 
 def _aliased(node: Node, graph_module: fx.GraphModule) -> Node | None:
-    """The node whose memory this one's result may share."""
+    """Return the node whose memory the result of `node` may share, or None."""
     if node.target is operator.getitem:
         source = node.args[0]
         if not isinstance(source, Node):
@@ -59,7 +59,7 @@ def _aliased(node: Node, graph_module: fx.GraphModule) -> Node | None:
         return source if _aliased(source, graph_module) is not None else None
     if isinstance(node.target, OpOverload):
         if torch.Tag.maybe_aliasing_or_mutating in node.target.tags:
-            # Dropout that is off, say, returns its input.
+            # For example, dropout that is off returns its input.
             return next(iter(node.all_input_nodes), None)
         if not any(result.alias_info for result in schema_of(node.target).returns):
             return None
@@ -70,7 +70,7 @@ def _aliased(node: Node, graph_module: fx.GraphModule) -> Node | None:
 
 
 def _arguments(node: Node) -> Iterator[tuple[Any, Any]]:
-    """The arguments of an operation as its schema has them, each with its value."""
+    """Yield the arguments in the schema of an operation, each with its value."""
     assert isinstance(node.target, OpOverload)
     for number, argument in enumerate(schema_of(node.target).arguments):
         if number < len(node.args):
@@ -80,7 +80,7 @@ def _arguments(node: Node) -> Iterator[tuple[Any, Any]]:
 
 
 def _aliased_within(node: Node, number: Any, graph_module: fx.GraphModule) -> Node | None:
-    """The argument of a node that runs a graph, whose memory one of its results may share."""
+    """Return the argument of a node that runs a graph whose memory one of its results may share."""
     for inner, given in graphs_within(node, graph_module):
         (output,) = inner.graph.find_nodes(op="output")
         return given.get(Aliases(inner).root[output.args[0][number]])
@@ -90,7 +90,7 @@ def _aliased_within(node: Node, number: Any, graph_module: fx.GraphModule) -> No
 def graphs_within(
     node: Node, graph_module: fx.GraphModule
 ) -> Iterator[tuple[fx.GraphModule, dict[Node, Node]]]:
-    """The graphs that a node runs, under no_grad or autocast, say, with what they are given."""
+    """Yield the graphs that a node runs, as under no_grad or autocast, with their arguments."""
     for place, argument in enumerate(node.args):
         if isinstance(argument, Node) and argument.op == "get_attr":
             inner = operator.attrgetter(str(argument.target))(graph_module)
@@ -101,9 +101,9 @@ def graphs_within(
 
 
 def _changed_by(node: Node) -> Iterator[Node]:
-    """The arguments that the node changes in place."""
+    """Yield the arguments that the node changes in place."""
     if not isinstance(node.target, OpOverload) or node.target is _aten.detach_.default:
-        return  # A tensor that is detached keeps its values.
+        return  # Detaching a tensor does not change its values.
     hidden, condition = _HIDDEN_WRITES.get(node.target, ((), 0))
     for number, (argument, value) in enumerate(_arguments(node)):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
@@ -114,7 +114,7 @@ def _changed_by(node: Node) -> Iterator[Node]:
 
 
 def _changed_within(node: Node, graph_module: fx.GraphModule) -> Iterator[Node]:
-    """The arguments that change in a graph that the node runs."""
+    """Yield the arguments that change in a graph that the node runs."""
     for inner, given in graphs_within(node, graph_module):
         changed = Aliases(inner).changed_roots
         yield from (value for own, value in given.items() if own in changed)

@@ -39,7 +39,7 @@ def assemble(trace: Trace) -> CutModel:
 
 
 def _graph_of(stage: StageId, flow: Flow, trace: Trace) -> fx.Graph:
-    """The graph of one stage, whose attributes have the names of the traced graph."""
+    """Return the graph of one stage, whose attributes have the names of the traced graph."""
     graph = fx.Graph()
     copies: dict[Node, Node] = {}
     modules = dict(trace.model.named_modules(remove_duplicate=False))
@@ -73,14 +73,14 @@ def _graph_of(stage: StageId, flow: Flow, trace: Trace) -> fx.Graph:
 def _add_inputs(
     graph: fx.Graph, copies: dict[Node, Node], stage: StageId, flow: Flow, trace: Trace
 ) -> None:
-    """Let a stage take the model's arguments, or what the stage before it gives."""
+    """Let a stage take the model's arguments, or the values that earlier stages give it."""
     inputs, kwargs = graph.placeholder("*args"), graph.placeholder("**kwargs")
     values: Sequence[Node]
     if stage == 0:
         values = trace.graph_module.graph.find_nodes(op="placeholder")
         inputs = graph.call_function(trace.take_inputs, (inputs, kwargs))
     else:
-        # Keyword arguments are the first stage's, but a rank gives them to all stages it holds.
+        # Only the first stage uses keyword arguments, but a rank gives them to all its stages.
         values = flow.taken(stage)
     for number, node in enumerate(values):
         if not node.users:
@@ -88,16 +88,16 @@ def _add_inputs(
         own = graph.create_node("call_function", operator.getitem, (inputs, number), name=node.name)
         own.meta = dict(node.meta)
         if node in flow.written[stage]:
-            # An input of a stage is a leaf, which autograd does not allow to change in place.
+            # An input of a stage is a leaf, and autograd does not allow changing one in place.
             own = graph.call_function(torch.ops.aten.clone.default, (own,))
         copies[node] = own
 
 
 def _install_all(trace: Trace, modules: list[fx.GraphModule]) -> list[dict[str, str]]:
-    """Give each stage the attributes that it uses; returns the tied parameters of each.
+    """Give each stage the attributes that it uses; return the tied parameters of each.
 
     A parameter or buffer with several names has all of them in every stage that holds it. One
-    that no stage uses goes to the stage that holds the most of its module.
+    that no stage uses goes to a stage that holds the nearest names.
     """
     names = Names(trace.model)
     holders: defaultdict[Tensor, list[StageId]] = defaultdict(list)
@@ -109,7 +109,7 @@ def _install_all(trace: Trace, modules: list[fx.GraphModule]) -> list[dict[str, 
                 others[stage][target] = value
             elif stage not in holders[value]:
                 holders[value].append(stage)
-        # They are there already, in the graph's order.
+        # The graph module has them already, but in the graph's order.
         for attributes in (own_parameters(module), own_buffers(module), own_modules(module)):
             attributes.clear()
     names.add_unused(holders)
@@ -130,7 +130,7 @@ def _install_all(trace: Trace, modules: list[fx.GraphModule]) -> list[dict[str, 
 
 
 def _copy_graph_within(graph_module: fx.GraphModule, is_training: bool) -> fx.GraphModule:
-    """A copy for one stage: another may run the same, on another device."""
+    """Return a copy for one stage: another may run the same graph, on another device."""
     own = copy.deepcopy(graph_module)
     if is_training:
         follow_training_mode(own.graph)
@@ -139,7 +139,7 @@ def _copy_graph_within(graph_module: fx.GraphModule, is_training: bool) -> fx.Gr
 
 
 def _attributes(graph: fx.Graph, model: nn.Module) -> Iterable[str]:
-    """The attributes that a graph uses, each once; of modules that it calls, their parameters."""
+    """Return the attributes that a graph uses, and the parameters of modules that it calls."""
     targets = [str(node.target) for node in graph.find_nodes(op="get_attr")]
     for node in graph.find_nodes(op="call_module"):
         module = model.get_submodule(str(node.target))
@@ -148,13 +148,13 @@ def _attributes(graph: fx.Graph, model: nn.Module) -> Iterable[str]:
 
 
 def _describe(node: Node) -> str:
-    """Where a stage begins: the module whose forward this is in, and the operation."""
+    """Describe where a stage begins: the module whose forward this is in, and the operation."""
     modules = list(node.meta.get("nn_module_stack", {}).values())
     return f"{modules[-1][0] or 'forward'} ({node.name})" if modules else node.name
 
 
 def _form(value: Any) -> str:
-    """A value in words, but for what it is."""
+    """Describe the form of a value: dtype and shape of a tensor, or the class."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return type(value).__name__

@@ -1,7 +1,7 @@
-"""The layers of a traced graph: what a policy leaves whole.
+"""The layers of a traced graph, which a policy does not divide.
 
-A layer is a call of a module that stands in a list or a Sequential, or of one that has no
-submodules. Operations of a forward that only calls others belong to the layer before them.
+A layer is a call of a module that is in a list or a Sequential, or of one that has no submodules.
+Operations in the forward of a module that calls others belong to the layer before them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +17,14 @@ from penstock.cutting.marks import MARK
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Consecutive operations of a graph, and the module that they are of."""
+    """Consecutive operations of a graph, and the name of the module that they belong to."""
 
     name: str
     nodes: tuple[Node, ...]
 
 
 def find_layers(graph_module: fx.GraphModule, at_least: int = 1) -> list[Layer]:
-    """The layers in order; entries of lists are taken apart if there are too few otherwise."""
+    """Return the layers in order; if there are fewer than `at_least`, divide entries of lists."""
     aliases = Aliases(graph_module)
     constants = find_constants(graph_module, aliases)
     operations = [
@@ -46,7 +46,7 @@ def mark_layers(graph_module: fx.GraphModule, starts: Iterable[Layer]) -> None:
 
 
 def _group(operations: Sequence[Node], name_of: Callable[[Node], str]) -> list[Layer]:
-    """One layer for each run of equal names; names of modules that only call others join in."""
+    """Return a layer for each run of equal names; operations of calling modules join a layer."""
     names = [name_of(node) for node in operations]
     callers = {prefix for name in names for prefix in _prefixes(name)}
     groups: list[tuple[str, list[Node]]] = []
@@ -61,7 +61,7 @@ def _group(operations: Sequence[Node], name_of: Callable[[Node], str]) -> list[L
 
 
 def _join(layers: list[Layer], bound: Iterable[set[Node]]) -> list[Layer]:
-    """Make one layer of those that no cut may separate."""
+    """Join layers that no cut may separate into one."""
     for nodes in bound:
         places = [place for place, layer in enumerate(layers) if not nodes.isdisjoint(layer.nodes)]
         if places:
@@ -77,7 +77,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _path(node: Node) -> list[str]:
-    """The names of the modules that an operation is in, from the outermost."""
+    """Return the names of the modules that an operation is in, from the outermost."""
     stack = node.meta.get("nn_module_stack") or {}
     return [str(name) for name, _ in stack.values()]
 

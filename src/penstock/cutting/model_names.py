@@ -1,4 +1,4 @@
-"""The names that parameters and buffers have in a model, kept in the modules cut out of it."""
+"""The names of a model's parameters and buffers, which its stages keep."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Names:
         return self._names[tensor]
 
     def add_unused(self, holders: dict[Tensor, list[StageId]]) -> None:
-        """Give what nobody holds to the stage that holds the nearest names."""
+        """Give each tensor that no stage holds to the stage that holds the nearest name."""
         held = [
             (name, stage)
             for tensor, stages in holders.items()
@@ -48,7 +48,7 @@ class Names:
                 holders[tensor] = [0 if nearest is None else nearest[1]]
 
     def install(self, module: nn.Module, tensor: Tensor, *, is_first: bool) -> Tensor:
-        """Put a tensor under all of its names: itself for its first holder, else a copy."""
+        """Set a tensor under all of its names: itself in its first holder, a copy in others."""
         own = tensor
         if isinstance(tensor, nn.Parameter) and not is_first:
             own = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
@@ -65,7 +65,7 @@ def install(
     is_persistent: bool = True,
     is_constant: bool = False,
 ) -> None:
-    """Set an attribute with a dotted name; the modules on the way are made if they are missing."""
+    """Set an attribute with a dotted name; create the modules on the way that are missing."""
     *path, last = name.split(".")
     for part in path:
         if part not in own_modules(module):
@@ -75,11 +75,11 @@ def install(
     if is_tensor and not (value.is_meta and is_constant):
         module.register_buffer(last, value, persistent=is_persistent)
     else:
-        # A constant without values as well: to_empty() would give a buffer arbitrary ones.
+        # Also for a constant without values: to_empty() would give a buffer arbitrary ones.
         setattr(module, last, value)
 
 
 def _shared_modules(first: str, second: str) -> int:
-    """How many modules two names are in together."""
+    """Return the number of modules that two names have in common."""
     pairs = zip(first.split(".")[:-1], second.split(".")[:-1], strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))

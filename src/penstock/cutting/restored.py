@@ -1,6 +1,6 @@
-"""Linear layers and convolutions of a traced stage, as the modules that they were.
+"""Linear layers and convolutions of a traced stage, turned back into modules.
 
-In a graph they are operations on parameters. The split backward knows the modules, and puts off
+In a graph they are operations on parameters. The split backward knows the modules, and defers
 their weight gradients at less cost than those of operations that it finds in the autograd graph.
 """
 
@@ -26,14 +26,14 @@ _PARAMETERS = ("weight", "bias")
 def module_of(
     node: Node, graph_module: fx.GraphModule, modules: Mapping[str, nn.Module]
 ) -> str | None:
-    """The name of the module whose whole forward this operation is, if it is of such a kind."""
+    """Return the name of the linear layer or convolution whose whole forward this is, or None."""
     stack = node.meta.get("nn_module_stack")
     name = str(list(stack.values())[-1][0]) if stack else ""
     module = modules.get(name)
     if module is None or _OPERATIONS.get(type(module)) is not node.target:
         return None
     if "forward" in vars(module):
-        return None  # Somebody put another one in its place.
+        return None  # Someone replaced its forward.
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return None  # Its forward pads first, in another operation.
     parameters = [*node.args[1:3], None, None][:2]
@@ -49,7 +49,7 @@ def module_of(
 
 
 def restore(stage: nn.Module, name: str, original: nn.Module) -> None:
-    """Put a module of the original's kind where a stage has its parameters; hooks stay behind."""
+    """Put a module like the original, without its hooks, where a stage has its parameters."""
     parent_name, _, last = name.rpartition(".")
     parent = stage.get_submodule(parent_name)
     held = parent.get_submodule(last)

@@ -1,4 +1,4 @@
-"""The tracing front end: a model in, its stages out."""
+"""Trace a model and cut it into stages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,8 +23,8 @@ def cut(
     """Trace a model and cut it into stages.
 
     `mb_args` and `mb_kwargs` are an example of one microbatch. The cuts are where the model calls
-    `pipe_split()`, and at the modules that `split_spec` names. A `split_policy` decides alone:
-    `penstock.Balanced(num_stages)`, say, or a function that puts calls of `pipe_split` into the
+    `pipe_split()`, and at the modules that `split_spec` names. A `split_policy` overrides both: for
+    example `penstock.Balanced(num_stages)`, or a function that puts calls of `pipe_split` into the
     traced graph.
 
         >>> import torch, penstock

@@ -1,6 +1,6 @@
-"""Lets a traced stage follow train() and eval(), which tracing fixes in the graph.
+"""Let a traced stage follow train() and eval(), although tracing fixes the mode in the graph.
 
-Only what was traced in training is switched off by eval(); what was traced without stays so.
+eval() switches off only operations that were traced in training mode; the others stay off.
 """
 
 import operator
@@ -11,7 +11,7 @@ from torch.fx import Node
 
 _aten = torch.ops.aten
 
-# Operations with an argument that says whether it is training, and which argument that is.
+# Operations with an argument that says whether the mode is training, and its position.
 _TRAINING_ARGUMENT: dict[object, int] = {
     _aten.dropout.default: 2,
     _aten.dropout_.default: 2,
@@ -31,13 +31,13 @@ _TRAINING_ARGUMENT: dict[object, int] = {
     _aten.rnn_tanh.input: 6,
     _aten.rnn_relu.input: 6,
 }
-# Norms, and the argument that holds running statistics; without them they use a batch's always.
+# Norms, and the position of their running statistics; without those they always use the batch's.
 _STATISTICS = {_aten.batch_norm.default: 3, _aten.instance_norm.default: 3}
 _ATTENTION_DROPOUT = 4
 
 
 def follow_training_mode(graph: fx.Graph) -> None:
-    """Make the operations that depend on it look at the module's `training` each time."""
+    """Let operations that depend on the mode read the module's `training` at each call."""
     training: Node | None = None
     for node in list(graph.nodes):
         place = _switched(node)
@@ -54,7 +54,7 @@ def follow_training_mode(graph: fx.Graph) -> None:
 
 
 def _switched(node: Node) -> int | None:
-    """The argument that depends on training, if there is one and it was traced in training."""
+    """Return the position of the argument that depends on training, if traced in training."""
     place = _TRAINING_ARGUMENT.get(node.target)
     if node.target in _STATISTICS and node.args[_STATISTICS[node.target]] is None:
         return None
@@ -69,7 +69,7 @@ def _switched(node: Node) -> int | None:
 
 
 def _counts_batches(node: Node) -> bool:
-    """Whether this is where a batch norm counts its batches."""
+    """Return whether this is the addition with which a batch norm counts its batches."""
     counter = node.args[0]
     if isinstance(counter, Node) and str(counter.target).endswith("num_batches_tracked"):
         return True

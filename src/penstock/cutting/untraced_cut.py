@@ -1,4 +1,4 @@
-"""Cutting a model between its modules, without tracing it."""
+"""Cut a model between its modules, without tracing it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,14 +22,14 @@ def cut_between_modules(
 ) -> CutModel:
     """Cut a model between its modules, without tracing it.
 
-    A Sequential is cut as it is. For a model with a forward of its own, `layers` says what that
+    A Sequential is cut as it is. For a model with its own forward, `layers` says what the forward
     does: names of modules in the order in which they are called, each with the outputs of the one
-    before; a ModuleList or Sequential stands for its entries, and functions may stand in between.
+    before. A ModuleList or Sequential stands for its entries, and functions may come in between.
     Keyword arguments go to every layer that has a parameter of that name.
 
     `stages` is a number of stages, the names of the modules at which a new stage begins, or a
-    policy. With `mb_args`, an example of one microbatch, stages are balanced by what their layers
-    cost; without, a number of stages gives each as many layers.
+    policy. With `mb_args`, an example of one microbatch, stages are balanced by the costs of their
+    layers. Without it, a number of stages gives each stage about the same number of layers.
 
         >>> import torch, penstock
         >>> class Model(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Timelines to look at: in the terminal, as a picture, as a page, as a trace."""
+"""Drawings of timelines: in the terminal, as a picture, as a page or as a trace."""
 
 from penstock.draw.output import save, show
 from penstock.draw.panel import Panel

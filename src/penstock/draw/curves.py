@@ -1,4 +1,4 @@
-"""Draws losses over the steps of a training, to see whether two trainings agree."""
+"""Draw losses over the steps of a training run, to see whether two runs agree."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Where curves coincide the first is a band, and the others are dashes on it, each set finer.
+# Where curves coincide, the first is a band and the others are ever finer dashes on it.
 _ALONE = 2.0
 _WIDTHS = (4.0, 2.0, 1.6, 1.3)
 _DASHES = ((4.0, 3.0), (1.2, 2.4), (6.0, 2.0, 1.0, 2.0))
@@ -24,9 +24,9 @@ def loss_curves(
     *,
     dark: bool = False,
 ) -> None:
-    """Draws each curve under its name and writes an SVG or a PNG, as the suffix of `path` says.
+    """Draw each curve with its name, and write an SVG or a PNG, by the suffix of `path`.
 
-    Steps count from 1. Curves that coincide can both be seen.
+    Steps count from 1. Curves that coincide are both visible.
     """
     save(draw_curves(curves, dark=dark), path)
 
@@ -37,10 +37,10 @@ def draw_curves(
     *,
     dark: bool = False,
 ) -> "Figure":
-    """The curves as a figure of matplotlib."""
+    """Return the curves as a matplotlib figure."""
     _check(curves)
     colours = page(dark=dark)
-    more = 0.22 * ((len(curves) - 1) // _COLUMNS)  # For the further lines of the legend.
+    more = 0.22 * ((len(curves) - 1) // _COLUMNS)  # For the other lines of the legend.
     height = 3.6 + more
     figure = new_figure(8.0, height, colours)
     axes = figure.add_axes((0.08, 0.5 / height, 0.89, 2.7 / height), facecolor=colours.paper)
@@ -58,7 +58,7 @@ def draw_curves(
         )
     _draw_frame(axes, colours)
     axes.legend(
-        loc="lower right",  # Above the curves, so that it hides none.
+        loc="lower right",  # Above the curves, so that it does not hide any.
         bbox_to_anchor=(1.0, 1.0),
         ncols=min(len(curves), _COLUMNS),
         frameon=False,
@@ -80,7 +80,7 @@ def _check(curves: Mapping[str, Sequence[float]]) -> None:
 
 
 def _draw_frame(axes: "Axes", colours: Page) -> None:
-    """Rules across the page and the names of the axes at their ends."""
+    """Draw rules across the page, and the names of the axes at their ends."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, min_n_ticks=1))

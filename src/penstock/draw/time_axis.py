@@ -5,11 +5,11 @@ from math import floor, log10
 from penstock.draw.cells import Scale
 from penstock.draw.panel import Panel
 
-_APART = 10  # Characters from a tick to the next, at least.
+_APART = 10  # Least number of characters from one tick to the next.
 
 
 def axis(panel: Panel, scale: Scale) -> str:
-    """A line with ticks at round times; a tick's bar is above the time it names."""
+    """Return a line with ticks at round times; a tick's bar is above the time it names."""
     line = [" "] * scale.width
     step = _step(_APART * scale.slice)
     number = 0
@@ -23,6 +23,6 @@ def axis(panel: Panel, scale: Scale) -> str:
 
 
 def _step(least: float) -> float:
-    """The smallest of 1, 2 and 5, or one of them with zeros behind or before, from `least` on."""
+    """Return the smallest of 1, 2 and 5 times a power of ten that is at least `least`."""
     power: float = 10.0 ** floor(log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

@@ -1,9 +1,9 @@
-"""Which messages the actions of a schedule wait for, make, send and receive.
+"""The messages that the actions of a schedule wait for, make, send and receive.
 
 A forward needs an activation from the stage before it, a backward a gradient from the stage after
-it; where values skip stages, from those further away too. F(s) → F(s+1) → … → F(t) is in every
-schedule, and so is the way back, so a message that skips stages adds no circle to what waits for
-what.
+it; where values skip stages, also from those further away. Every schedule has the chain
+F(s) → F(s+1) → … → F(t), and the way back, so a message that skips stages never closes a circle
+of waits.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from penstock.ir.schedule import Schedule
 
 
 class Dataflow:
-    """The messages of a schedule, for actions of stages and microbatches that it has.
+    """The messages of a schedule; actions must be of stages and microbatches that it has.
 
     `skips` are those of the schedule's own sends, unless others are given.
     """
@@ -25,8 +25,8 @@ class Dataflow:
         self._num_microbatches = schedule.num_microbatches
         pairs = [*pairwise(range(schedule.num_stages))]
         pairs += schedule.skips if skips is None else skips
-        # By stage, those that make something for its forward, and those that take from it; a
-        # backward goes the other way. The smaller stage comes first.
+        # For each stage, the stages that make something for its forward, and those that take
+        # something from it; a backward goes the other way. The smaller stage comes first.
         self._before: list[list[StageId]] = [[] for _ in self._ranks]
         self._after: list[list[StageId]] = [[] for _ in self._ranks]
         for source, target in sorted(pairs):
@@ -34,17 +34,17 @@ class Dataflow:
             self._after[source].append(target)
 
     def channel(self, message: Message) -> Channel:
-        """Who makes a message, and who needs it."""
+        """Return the rank that makes a message and the rank that needs it."""
         return Channel(self._ranks[message.maker], self._ranks[message.taker])
 
     def is_sent(self, message: Message) -> bool:
-        """Whether it goes to another rank; otherwise it is handed over."""
+        """Return whether a message goes to another rank; otherwise it is handed over."""
         return self._ranks[message.maker] != self._ranks[message.taker]
 
-    # All that goes through a schedule asks about every action: `match` would take twice as long.
+    # Called for every action, often: `match` would take twice as long.
 
     def needed(self, action: Action) -> tuple[Message, ...]:
-        """What a compute action waits for, by stage."""
+        """Return the messages that a compute action waits for, sorted by stage."""
         if isinstance(action, Forward):
             makers, stage, mb = self._before[action.stage], action.stage, action.mb
         elif isinstance(action, URGENT_BACKWARD_TYPES):
@@ -56,7 +56,7 @@ class Dataflow:
         return tuple([Message(maker, stage, mb) for maker in makers])
 
     def made(self, action: Action) -> tuple[Message, ...]:
-        """What a compute action makes for other stages, by stage."""
+        """Return the messages that a compute action makes for other stages, sorted by stage."""
         if isinstance(action, Forward):
             takers, stage, mb = self._after[action.stage], action.stage, action.mb
         elif isinstance(action, URGENT_BACKWARD_TYPES):
@@ -68,7 +68,7 @@ class Dataflow:
         return tuple([Message(stage, taker, mb) for taker in takers])
 
     def has(self, message: Message) -> bool:
-        """Whether a stage makes this message for another."""
+        """Return whether a stage makes this message for another."""
         maker, taker, mb = message
         if maker not in range(len(self._ranks)) or mb not in range(self._num_microbatches):
             return False
@@ -77,10 +77,10 @@ class Dataflow:
 
 
 def sent_by(order: Iterable[Action]) -> list[Message]:
-    """What a rank sends, in order."""
+    """Return the messages that a rank sends, in order."""
     return [action.message for action in order if isinstance(action, Send)]
 
 
 def received_by(order: Iterable[Action]) -> list[Message]:
-    """What a rank receives, in order."""
+    """Return the messages that a rank receives, in order."""
     return [action.message for action in order if isinstance(action, Recv)]

@@ -1,4 +1,4 @@
-"""Shows a place in an order, for error messages."""
+"""Show a place in an order, for error messages."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ _AROUND = 4  # Actions shown on each side.
 
 
 def excerpt(order: Sequence[Action], position: int) -> str:
-    """The actions around `position`, which is marked; the position after the last is `>end<`.
+    """Return the actions around `position`, which is marked; after the last it is `>end<`.
 
     >>> from penstock.ir import Forward
     >>> excerpt([Forward(0, mb) for mb in range(9)], 1)
@@ -26,14 +26,14 @@ def excerpt(order: Sequence[Action], position: int) -> str:
 
 
 def locate(rank: int, position: int) -> str:
-    """How every message names a place; positions are counted from 0."""
+    """Return the text for a place in an order; positions are counted from 0."""
     return f"rank {rank}, position {position}"
 
 
 def error_at(
     orders: Sequence[Sequence[Action]], rank: Rank, position: int, wrong: str, rule: str
 ) -> ScheduleError:
-    """The error for an action that breaks a rule: where, what is wrong, and what to do."""
+    """Return the error for an action that breaks a rule: where, what is wrong, and what to do."""
     return ScheduleError(
         f"{locate(rank, position)}: {wrong}\n  {excerpt(orders[rank], position)}\n{rule}"
     )

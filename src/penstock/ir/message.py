@@ -1,4 +1,4 @@
-"""What stages make for each other: one value for each microbatch, on one channel between ranks."""
+"""Messages: the values that stages make for each other, one for each microbatch."""
 
 from typing import NamedTuple, TypeAlias
 
@@ -13,23 +13,23 @@ MicrobatchId: TypeAlias = int
 
 
 class Channel(NamedTuple):
-    """From one rank to another; its messages stay in order."""
+    """An ordered pair of ranks; its messages arrive in the order in which they were sent."""
 
     sender: Rank
     receiver: Rank
 
 
 class Skip(NamedTuple):
-    """A later stage than the next one uses what `source` makes: its values skip those between."""
+    """A pair of stages that are not neighbours: `target` uses a value that `source` makes."""
 
     source: StageId
     target: StageId
 
 
 class Message(NamedTuple):
-    """What stage `maker` makes for stage `taker` of microbatch `mb`.
+    """The value that stage `maker` makes for stage `taker`, for microbatch `mb`.
 
-    To a later stage that is an activation, to an earlier one a gradient. Where both stages are on
+    It is an activation to a later stage, and a gradient to an earlier one. If both stages are on
     one rank it is handed over; otherwise it is sent.
     """
 
@@ -43,12 +43,12 @@ class Message(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The message in one word."""
+        """The kind of message, in one word."""
         return "gradient" if self.is_gradient else "activation"
 
     @property
     def answer(self) -> "Message":
-        """The gradient of an activation, or the activation that a gradient is of."""
+        """The gradient of an activation, or the activation that a gradient belongs to."""
         return Message(self.taker, self.maker, self.mb)
 
     @property

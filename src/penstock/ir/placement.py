@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""The assignment of stages to ranks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from penstock.ir.message import Rank, StageId
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank holds each stage: stage s is on `ranks[s]`.
+    """The assignment of stages to ranks: stage s is on `ranks[s]`.
 
-    Any map will do as long as every rank from 0 up holds a stage.
+    Any assignment will do as long as every rank from 0 to the largest holds a stage.
 
     >>> Placement.v(3)
     Placement(ranks=(0, 1, 2, 2, 1, 0))
@@ -31,17 +31,17 @@ class Placement:
 
     @classmethod
     def linear(cls, num_ranks: int) -> "Placement":
-        """One stage per rank: 0, 1, 2, …"""
+        """Return the placement with one stage per rank: 0, 1, 2, …"""
         return cls.loop(num_ranks, stages_per_rank=1)
 
     @classmethod
     def loop(cls, num_ranks: int, *, stages_per_rank: int) -> "Placement":
-        """Round after round in the same direction: 0, 1, 2, 0, 1, 2, …"""
+        """Return the placement that starts again at rank 0 after the last: 0, 1, 2, 0, 1, 2, …"""
         return cls(list(range(num_ranks)) * stages_per_rank)
 
     @classmethod
     def v(cls, num_ranks: int, *, stages_per_rank: int = 2) -> "Placement":
-        """There and back: 0, 1, 2, 2, 1, 0; with more stages per rank, there again, and so on."""
+        """Return the placement there and back: 0, 1, 2, 2, 1, 0; more stages per rank add legs."""
         there = list(range(num_ranks))
         legs = [there if leg % 2 == 0 else there[::-1] for leg in range(stages_per_rank)]
         return cls(rank for leg in legs for rank in leg)
@@ -55,7 +55,7 @@ class Placement:
         return max(self.ranks) + 1
 
     def stages_of(self, rank: int) -> tuple[StageId, ...]:
-        """The stages that `rank` holds, from the first."""
+        """Return the stages that `rank` holds, in ascending order."""
         return tuple(stage for stage, holder in enumerate(self.ranks) if holder == rank)
 
 
@@ -76,7 +76,7 @@ def _check(ranks: tuple[Rank, ...]) -> None:
             "Ranks are numbered from 0."
         )
     used = set(ranks)
-    # A rank beyond the number of stages leaves a smaller one empty, so this need not go further.
+    # A rank beyond the number of stages leaves a smaller one empty, so this need not look further.
     for rank in range(min(max(ranks), len(ranks))):
         if rank not in used:
             raise ScheduleError(

@@ -1,4 +1,4 @@
-"""Microbatches: how a batch is cut into them, joined again, and weighed in the loss."""
+"""Cut a batch into microbatches, join their results, and weigh their losses."""
 
 import penstock.torch_private  # noqa: F401 (checks torch)
 from penstock.microbatches.chunk_specs import Replicate, TensorChunkSpec

@@ -1,4 +1,4 @@
-"""Tensors inside of objects that torch cannot take apart: a batch, or a gradient, in hiding."""
+"""Find tensors with a batch or a gradient inside objects that torch cannot take apart."""
 
 import sys
 from collections import deque
@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 _DEVICE_MESH = "torch.distributed.device_mesh"
 _SIMPLE_TYPES = str | bytes | int | float | complex | bool | None
 _MAX_OBJECTS = 10_000
-"""How many to look into: a cache of a large model has some hundred."""
+"""The most objects to look into; the cache of a large model has a few hundred."""
 _MAX_DEPTH = 6
-"""How far to look into objects within objects: a cache of layers of tensors is four deep."""
+"""The depth of nested objects to look into; a cache of layers of tensors is four deep."""
 
 
 def holds_batch(value: Any, batches: Collection[int]) -> bool:
-    """Whether an object that cannot be taken apart holds a tensor with a batch.
+    """Return whether an object that cannot be taken apart holds a tensor with a batch.
 
-    `batches` has the sizes of the batch that are known; without any, each tensor with several
-    rows counts. Callables and modules are taken for what computes, not for what is computed with.
+    `batches` has the known sizes of the batch; if it is empty, each tensor with several rows
+    counts. Callables and modules are ignored: they compute, and are not data.
     """
     if isinstance(value, PackedSequence):
         return True
@@ -59,14 +59,14 @@ def _tensors_within(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
     seen.add(id(value))
     try:
         parts = list(islice(_parts_of(value), _MAX_OBJECTS))
-    except Exception:  # It does not let itself be looked into, and is taken for harmless.
+    except Exception:  # Objects that cannot be looked into are taken to hold no tensors.
         return
     for part in parts:
         yield from _tensors_within(part, seen, depth - 1)
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
-    """What an object holds: items, fields, attributes and slots."""
+    """Yield what an object holds: items, fields, attributes and slots."""
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, list | tuple | set | frozenset | deque):

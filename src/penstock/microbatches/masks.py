@@ -1,4 +1,4 @@
-"""Masks of flex_attention: how a `BlockMask` is cut along its batch.
+"""Cut the masks of flex_attention, `BlockMask`, along their batch.
 
 torch's pytree takes tuples, lists, dicts and registered classes apart, but not a BlockMask.
 """
@@ -15,26 +15,26 @@ _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 
 
 def is_block_mask(value: Any) -> bool:
-    """Whether this is a mask of flex_attention; does not load what the user has not."""
+    """Return whether this is a mask of flex_attention, without importing flex_attention."""
     flex_attention = sys.modules.get(_FLEX_ATTENTION)
     return flex_attention is not None and isinstance(value, flex_attention.BlockMask)
 
 
 def is_one_leaf(value: Any) -> bool:
-    """Whether this must not be taken apart, though pytree may know how to."""
+    """Return whether this must not be taken apart, even if pytree knows how to."""
     return isinstance(value, PackedSequence) or is_block_mask(value)
 
 
 def batch_of_mask(mask: Any) -> int:
-    """The size of a mask's batch; 1 if it has none, as it then holds for every row."""
+    """Return the size of a mask's batch; 1 if it has no batch and applies to every row."""
     blocks: Tensor = mask.kv_num_blocks
     return blocks.shape[0] if blocks.dim() > 2 else 1
 
 
 def cut_mask(mask: Any, num_microbatches: int) -> list[Any]:
-    """The mask of each microbatch, cut as tensors are; raises ValueError if it cannot be cut.
+    """Return the mask of each microbatch, cut like tensors; raise a ValueError if it cannot be cut.
 
-    `mask_mod` is asked about rows of the whole batch, so each piece adds its first row.
+    `mask_mod` takes rows of the whole batch, so each piece adds its first row.
     """
     batch = batch_of_mask(mask)
     pieces = [copy.copy(mask) for _ in range(num_microbatches)]

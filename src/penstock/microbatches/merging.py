@@ -1,4 +1,4 @@
-"""One value from those of all microbatches: the inverse of splitting."""
+"""Join the values of all microbatches: the inverse of splitting."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,11 +16,11 @@ from penstock.torch_private import pytree
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
-    """One value from those of all microbatches, the inverse of a split.
+    """Join the values of all microbatches into one, the inverse of a split.
 
-    Tensors are joined along dim 0, or as `chunk_spec` says, which mirrors the value of one
-    microbatch. Without it, tensors that have no dims are stacked. Of what is no tensor, and where
-    the spec is None or Replicate, the result has the first microbatch's.
+    Tensors are joined along dim 0, or by `chunk_spec`, which mirrors the value of one microbatch.
+    Without it, tensors that have no dims are stacked. Where a value is not a tensor, or the spec
+    is None or Replicate, the result has the value of the first microbatch.
 
     >>> merge_chunks([(torch.tensor([0, 1]), "a"), (torch.tensor([2]), "b")])
     (tensor([0, 1, 2]), 'a')
@@ -36,7 +36,7 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
 
 
 def _flatten_like(tree: pytree.TreeSpec, chunks: Sequence[Any], mb: int) -> list[Any]:
-    """The leaves of microbatch `mb` in the order of `tree`, which is microbatch 0's."""
+    """Return the leaves of microbatch `mb` in the order of `tree`, that of microbatch 0."""
     leaves = None
     with suppress(ValueError):
         leaves = tree.flatten_up_to(chunks[mb])  # Finds the keys of dicts in any order.
@@ -73,7 +73,7 @@ def _merge_leaf(values: tuple[Any, ...], spec: Spec, name: str) -> Any:
 
 
 def _sizes_except(dim: int, value: Any) -> list[int] | None:
-    """What must be equal for tensors to be joined along `dim`; None for what is no tensor."""
+    """Return the sizes that must be equal to join along `dim`; None if it is not a tensor."""
     if not isinstance(value, Tensor):
         return None
     return [-1 if i in (dim, dim + value.dim()) else n for i, n in enumerate(value.shape)]

@@ -20,7 +20,7 @@ def is_leaf(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> dict[str, Any] | None:
-    """What a container holds, by what one writes after its name; None if it is no container."""
+    """Return the parts of a container, by names such as `[0]`; None if it is not a container."""
     if is_leaf(value):
         return None
 
@@ -29,13 +29,13 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
     try:
         paths, _ = pytree.tree_flatten_with_path(value, is_part)
-    except ValueError:  # Whoever registered this type did not tell how to name its parts.
+    except ValueError:  # This type was registered without names for its parts.
         return {f"[{i}]": part for i, part in enumerate(pytree.tree_leaves(value, is_part))}
     return {pytree.keystr(path): part for path, part in paths}
 
 
 def leaf_names(value: Any) -> list[str]:
-    """What one writes after the name of `value` for each of its leaves."""
+    """Return the text after the name of `value` for each of its leaves, such as `[0]`."""
     parts = parts_of(value)
     if parts is None:
         return [""]

@@ -1,4 +1,4 @@
-"""Where to cut a model into stages."""
+"""The choice of the cuts that divide a model into stages."""
 
 from penstock.partition.balancing import balance
 from penstock.partition.layer_ranges import Partition

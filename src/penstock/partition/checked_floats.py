@@ -1,4 +1,4 @@
-"""Numbers as users give them: checked, and made floats."""
+"""Numbers from users, checked and converted to floats."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from penstock.errors import CostError
 
 
 def to_floats(name: str, values: Iterable[float], *, per: str) -> tuple[float, ...]:
-    """`values` as floats; each finite and not negative, and their sum finite too."""
+    """Return `values` as floats, each finite and not negative, and with a finite sum."""
     if not isinstance(values, Iterable):
         raise CostError(f"{name} is {values!r}. Expected one number per {per}.")
     checked = tuple(to_float(f"{name}[{index}]", value) for index, value in enumerate(values))

@@ -8,7 +8,7 @@ from penstock.ir.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Layers cut into stages, and what they cost; made by `balance`."""
+    """Layers cut into stages, and their costs; made by `balance`."""
 
     starts: tuple[int, ...]
     """The first layer of each stage."""
@@ -21,7 +21,7 @@ class Partition:
         return len(self.starts)
 
     def layers_of(self, stage: int) -> range:
-        """The layers of `stage`; never empty."""
+        """Return the layers of `stage`; never empty."""
         ends = (*self.starts[1:], len(self.costs))
         return range(self.starts[stage], ends[stage])
 

@@ -1,4 +1,4 @@
-"""What stages carry, in whole units: such sums are exact, and do not depend on their order."""
+"""The loads of stages in whole units, so that sums are exact and do not depend on their order."""
 
 import math
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ class Load:
 
     sums: tuple[tuple[int, ...], ...]
     least: tuple[int, ...]
-    """The same if each layer is on the stage where it weighs least."""
+    """Running sums if each layer is on the stage where it weighs least."""
     unit: Fraction
 
     @classmethod
     def of(cls, layers_by_stage: Sequence[Sequence[Fraction]]) -> "Load":
-        """Counts what each layer weighs on each stage in the largest unit that fits them all."""
+        """Count the weight of each layer on each stage in the largest unit that fits them all."""
         values = {value for layers in layers_by_stage for value in layers}
         scale = math.lcm(*(value.denominator for value in values))
         step = math.gcd(*(int(value * scale) for value in values)) or 1
@@ -44,7 +44,7 @@ class Load:
         return len(self.least) - 1
 
     def of_stages(self, starts: Sequence[int]) -> list[int]:
-        """What each stage carries if its first layer is that of `starts`."""
+        """Return what each stage carries if its first layer is the one in `starts`."""
         ends = [*starts[1:], self.num_layers]
         return [
             sums[end] - sums[start]
@@ -52,7 +52,7 @@ class Load:
         ]
 
     def to_float(self, units: int) -> float:
-        """The smallest float that is at least `units`."""
+        """Return the load as a float, rounded up."""
         exact = units * self.unit
         nearest = float(exact)
         return nearest if nearest >= exact else math.nextafter(nearest, math.inf)
@@ -71,6 +71,6 @@ class Limit:
 
     @classmethod
     def none(cls, load: Load) -> "Limit":
-        """Holds for every cut of the layers and stages of `load`."""
+        """Return a limit that every cut of the layers and stages of `load` meets."""
         nothing = [[Fraction(0)] * load.num_layers] * load.num_stages
         return cls(Load.of(nothing), 0)

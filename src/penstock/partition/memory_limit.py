@@ -1,4 +1,4 @@
-"""How much memory a rank has, and how much the layers take."""
+"""The memory that a rank has, and the memory that the layers take."""
 
 import math
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from penstock.partition.checked_floats import to_float, to_floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """What each rank may hold at most, and what the layers take; all in one unit.
+    """The cap of each rank, and the memory that the layers take; all in one unit.
 
     A stage takes the `fixed` of its layers (weights, gradients, optimizer state) and, for each
     microbatch in flight, their `per_microbatch` (activations). A rank takes what its stages take.
-    How many microbatches are in flight on a stage follows from the schedule.
+    The number of microbatches in flight on a stage depends on the schedule.
     """
 
     cap: float
@@ -24,7 +24,7 @@ class MemoryLimit:
     per_microbatch: tuple[float, ...]
     """One value per layer."""
     in_flight: tuple[float, ...] | float
-    """Microbatches at a time: one number per stage, or one for all."""
+    """The number of microbatches at a time: one per stage, or one for all."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class MemoryLimit:
         )
 
     def by_stage(self, num_layers: int, num_stages: int) -> list[list[Fraction]]:
-        """What each layer takes on each stage, exactly."""
+        """Return the exact memory of each layer on each stage."""
         if len(self.fixed) != num_layers:
             raise CostError(
                 f"memory.fixed has {len(self.fixed)} values, but costs has {num_layers}. "

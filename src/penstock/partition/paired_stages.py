@@ -1,23 +1,23 @@
 """Two stages per rank, in a loop or a V: the least that the heaviest rank and stage can carry.
 
-Two fronts pass the layers. Rank 0 takes its two stages from where they begin, then rank 1, …
+Two fronts move along the layers. Rank 0 takes its two stages from where they start, then rank 1, …
 
     loop, 2 ranks   0 0 1 1 1 | 0 1 1     both go up, the second from a split; each split is tried
                     a ->        b ->
     V, 2 ranks      0 0 1 1 1 1 1 0       they meet
                     a ->       <- b
 
-Seen from the fronts, the two are alike: each front has a track of layers, and begins at its 0.
-A state is how far both have come after some rank. `_search` finds the states that can be reached
+For the fronts, both placements are alike: each front has a track of layers, and starts at its 0.
+A state is the places of both fronts after some rank. `_search` finds the states that can be reached
 if no rank carries more than a given weight, and no stage more than another one:
 
 [1] Given the first front before a rank and the second after it, only one of the states before it
-    counts: the one with the second front furthest on, which leaves the rank least to carry there.
-    (To keep only the furthest state of all would be wrong: it may leave too few light layers to
+    counts: the one with the second front furthest along, which leaves the rank the least to carry.
+    (Keeping only the furthest state of all would be wrong: it may leave too few light layers for
     the ranks after it, whose stages may not be empty.)
-[2] The first front can then come to any layer up to where the rank or its stage is full.
-[3] The ranks that are left must be able to carry what is left.
-[4] The states are found in the order of the second front. So the two change roles at each rank.
+[2] The first front can then move to any layer up to where the rank or its stage is full.
+[3] The remaining ranks must be able to carry the remaining layers.
+[4] The states are found in the order of the second front. So the two swap roles at each rank.
 
 O(ranks x layers^2 x log(layers)) for one search; by [3] much less for weights near the least.
 """
@@ -37,18 +37,18 @@ States = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Track:
-    """The layers that a front passes, as running sums from its 0."""
+    """The layers that a front passes, as running sums from its start."""
 
     sums: Sequence[Sequence[int]]
-    """Of the load, for each rank."""
+    """Sums of the load, for each rank."""
     limited: Sequence[Sequence[int]]
-    """Of the load that is limited, for each rank."""
+    """Sums of the load that is limited, for each rank."""
     least: Sequence[int]
-    """Of the load, if each layer is on the stage where it weighs least."""
+    """Sums of the load, if each layer is on the stage where it weighs least."""
 
     @classmethod
     def of(cls, load: Load, limit: Limit, stages: range, layers: range) -> "_Track":
-        """The track along `layers`, of which each rank holds one of `stages`."""
+        """Return the track along `layers`, on which each rank holds one of `stages`."""
         return cls(
             sums=[_from_zero(load.sums[stage], layers) for stage in stages],
             limited=[_from_zero(limit.load.sums[stage], layers) for stage in stages],
@@ -69,10 +69,10 @@ class _Problem:
     tracks: tuple[_Track, _Track]
     num_layers: int
     total: int
-    """What all layers weigh together, each on the stage where it weighs least."""
+    """The weight of all layers together, each on the stage where it weighs least."""
     most_limited: int
     least_stage: int
-    """The heaviest stage carries at least this."""
+    """A lower bound on the load of the heaviest stage."""
 
     @property
     def num_ranks(self) -> int:
@@ -80,22 +80,22 @@ class _Problem:
 
     @property
     def least_rank(self) -> int:
-        """The heaviest rank carries at least this."""
+        """A lower bound on the load of the heaviest rank."""
         return -(-self.total // self.num_ranks)
 
     @property
     def more_than_any(self) -> int:
-        """More than any rank carries, however the layers are cut."""
+        """A load above that of any rank, for any cut of the layers."""
         return sum(max(sums[-1] for sums in track.sums) for track in self.tracks) + 1
 
     def first_and_second(self, rank: int) -> tuple[_Track, _Track]:
-        """[4] The tracks in the roles that they have at `rank`."""
+        """Return the tracks in their roles at `rank` [4]."""
         return self.tracks if rank % 2 == 0 else self.tracks[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Most:
-    """What each rank and each stage may carry at most."""
+    """The most that each rank and each stage may carry."""
 
     rank: int
     stage: int
@@ -103,7 +103,7 @@ class _Most:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Where the fronts are before rank 0 and after each rank, in the order of the tracks."""
+    """The places of the fronts before rank 0 and after each rank, in the order of the tracks."""
 
     problem: _Problem
     fronts: list[tuple[int, int]]
@@ -125,10 +125,10 @@ class _Cut:
 
 
 def cut_v(load: Load, limit: Limit, slack: Fraction) -> tuple[int, ...] | None:
-    """The first layer of each stage of the best cut for a V; None if none keeps to `limit`.
+    """Return the first layer of each stage in the best cut for a V; None if none is in `limit`.
 
-    The heaviest rank carries the least that it can, or more by the share `slack` of that. Of such
-    cuts it is one with the lightest heaviest stage, and of those, with the lightest heaviest rank.
+    The heaviest rank carries as little as possible, or more by at most the share `slack`. Of such
+    cuts the result has the lightest heaviest stage, and of those, the lightest heaviest rank.
     """
     num_stages, num_ranks, num_layers = load.num_stages, load.num_stages // 2, load.num_layers
     there, back = range(num_layers + 1), range(num_layers, -1, -1)
@@ -146,10 +146,10 @@ def cut_v(load: Load, limit: Limit, slack: Fraction) -> tuple[int, ...] | None:
 
 
 def cut_loop(load: Load, limit: Limit, slack: Fraction) -> tuple[int, ...] | None:
-    """The same for a loop."""
+    """Return the same for a loop."""
     num_stages, num_ranks, num_layers = load.num_stages, load.num_stages // 2, load.num_layers
     total = load.least[-1]
-    # From the even splits on: after a good one most others are done with one search.
+    # Even splits first: after a good one, most others need only one search.
     splits = sorted(
         range(num_ranks, num_layers - num_ranks + 1),
         key=lambda split: abs(2 * load.least[split] - total),
@@ -171,7 +171,7 @@ def cut_loop(load: Load, limit: Limit, slack: Fraction) -> tuple[int, ...] | Non
 
 
 def _best(problems: Sequence[_Problem], slack: Fraction) -> _Cut | None:
-    """The best cut of any of the problems; None if there is none."""
+    """Return the best cut of all the problems; None if there is none."""
     cut: _Cut | None = None
     for problem in problems:
         least = problem.least_rank
@@ -184,7 +184,7 @@ def _best(problems: Sequence[_Problem], slack: Fraction) -> _Cut | None:
         least = problem.least_stage
         cut = _improve(problem, cut, _Cut.heaviest_stage, in_slack, least) or cut
     as_even = partial(_Most, stage=cut.heaviest_stage())
-    for problem in problems:  # The slack is used no further than the stages need.
+    for problem in problems:  # Use no more slack than the stages need.
         cut = _improve(problem, cut, _Cut.heaviest_rank, as_even, lightest) or cut
     return cut
 
@@ -196,11 +196,11 @@ def _improve(
     limits: Callable[[int], _Most],
     low: int,
 ) -> _Cut | None:
-    """The cut that weighs least; None if that is not less than `best` weighs.
+    """Return the cut that weighs least; None if that is not less than `best` weighs.
 
-    `limits` are those of the cuts that weigh no more than given; none weighs less than `low`.
-    One search tells whether there is a better one; only then come those that halve the gap
-    between what is too little and what was reached, until there is none.
+    `limits` returns the limits of cuts that weigh at most a given weight; none weighs less than
+    `low`. One search shows whether there is a better cut. Only then do further searches halve the
+    gap between the weights that are too small and the one that was reached, until it is closed.
     """
     found: _Cut | None = None
     below = problem.more_than_any if best is None else weigh(best)
@@ -219,7 +219,7 @@ def _improve(
 
 
 def _search(problem: _Problem, most: _Most) -> list[tuple[int, int]] | None:
-    """Where the fronts are before rank 0 and after each rank, if nothing exceeds `most`."""
+    """Return the fronts before rank 0 and after each rank such that nothing exceeds `most`."""
     first = problem.tracks[0]
     history: list[States] = [[[0], *([] for _ in range(first.num_layers))]]
     for rank in range(problem.num_ranks):
@@ -231,7 +231,7 @@ def _search(problem: _Problem, most: _Most) -> list[tuple[int, int]] | None:
 
 
 def _advance(problem: _Problem, most: _Most, rank: int, states: States) -> States:
-    """The states after `rank`: for each place of the second front, those of the first."""
+    """Return the states after `rank`: for each place of the second front, those of the first."""
     first, second = problem.first_and_second(rank)
     sums, limited = first.sums[rank], first.limited[rank]
     second_sums, second_limited = second.sums[rank], second.limited[rank]
@@ -239,8 +239,8 @@ def _advance(problem: _Problem, most: _Most, rank: int, states: States) -> State
     last_a, last_b = first.num_layers - ranks_left, second.num_layers - ranks_left
     most_passed = problem.num_layers - 2 * ranks_left
     least_weight = problem.total - min(most.rank, 2 * most.stage) * ranks_left
-    # For each place of the second front: how far the first comes in the states found so far.
-    # [3] Up to here it may not stay behind.
+    # For each place of the second front: the furthest place of the first in the states so far.
+    # [3] At the start: the last place that leaves the remaining ranks too much.
     reached = [bisect_left(first.least, least_weight - weight) - 1 for weight in second.least]
     after: States = [[] for _ in second.least]
     for a, fronts in enumerate(states):
@@ -268,7 +268,7 @@ def _advance(problem: _Problem, most: _Most, rank: int, states: States) -> State
 def _way_back(
     problem: _Problem, most: _Most, history: list[States], end: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """The way to the state `end`, fronts in the order of the tracks.
+    """Return the way to the state `end`, with the fronts in the order of the tracks.
 
     `history` has the states before each rank, in the roles at that rank.
     """
@@ -284,7 +284,7 @@ def _way_back(
 def _find_before(
     problem: _Problem, most: _Most, rank: int, states: States, next_a: int, next_b: int
 ) -> tuple[int, int]:
-    """A state from which `rank` can bring the fronts to `next_a` and `next_b`."""
+    """Return a state from which `rank` can move the fronts to `next_a` and `next_b`."""
     first, second = problem.first_and_second(rank)
     sums, second_sums = first.sums[rank], second.sums[rank]
     limited, second_limited = first.limited[rank], second.limited[rank]

@@ -1,16 +1,16 @@
-"""Each stage on its own: dynamic programming over the stages and the ends of their layers.
+"""Each stage by itself: dynamic programming over the stages and the ends of their layers.
 
-O(stages x layers x layers of the longest stage). Steps that the code names:
+O(stages x layers x layers of the longest stage). Steps that the code cites:
 [1] from the last layer of a stage backwards, the stage only gets heavier, so the search stops at
     the first start that is too heavy;
-[2] of equally good starts the last is taken, so that the later stages are the shorter ones.
+[2] of equally good starts, the last is taken, so that the later stages are shorter.
 """
 
 from penstock.partition.load import Limit, Load
 
 
 def least_maximum(load: Load, limit: Limit) -> int | None:
-    """What the heaviest stage carries at least; None if no cut keeps to `limit`."""
+    """Return the least load of the heaviest stage; None if no cut stays within `limit`."""
     # best[end]: the heaviest of the stages so far, if they end before layer `end`.
     best: list[int | None] = [0] + [None] * load.num_layers
     for sums, limited in zip(load.sums, limit.load.sums, strict=True):
@@ -32,9 +32,9 @@ def least_maximum(load: Load, limit: Limit) -> int | None:
 
 
 def most_even(load: Load, limit: Limit, maximum: int) -> tuple[int, ...]:
-    """The first layer of each stage, where none carries more than `maximum`.
+    """Return the first layer of each stage, where none carries more than `maximum`.
 
-    Of all such cuts the one with the least sum of squares. There must be one.
+    Of all such cuts it is the one with the least sum of squares. There must be one.
     """
     best: list[int | None] = [0] + [None] * load.num_layers
     starts_by_stage: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Cuts full backwards in two, and puts the halves together again."""
+"""Split full backwards in two, and put the halves together again."""
 
 from collections.abc import Callable, Container, Iterator
 
@@ -16,17 +16,17 @@ from penstock.ir.action import compute_parts
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """Every B becomes I and W; W comes after the sends that follow, so that they do not wait."""
+    """Replace every B with I and W; W comes after the sends that follow, so they do not wait."""
     return _rewrite(schedule, _split)
 
 
 def fuse_backward(schedule: Schedule) -> Schedule:
-    """I and W of one stage and microbatch become B where they are side by side."""
+    """Replace I and W of one stage and microbatch with B where they are side by side."""
     return _rewrite(schedule, _fuse)
 
 
 def join_backward(schedule: Schedule, stages: Container[StageId] | None = None) -> Schedule:
-    """I becomes B and W goes, on some stages or on all: the weights' half moves forward to I."""
+    """Replace I with B and remove W, on some stages or on all: W's work moves forward to I."""
 
     def join(order: tuple[Action, ...]) -> Iterator[Action]:
         for action in order:
@@ -46,7 +46,7 @@ def join_backward(schedule: Schedule, stages: Container[StageId] | None = None) 
 
 
 def split_stages(schedule: Schedule) -> frozenset[StageId]:
-    """The stages whose backward comes in two halves."""
+    """Return the stages whose backward is split."""
     return frozenset(
         part.stage
         for order in schedule.orders

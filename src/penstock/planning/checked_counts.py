@@ -1,4 +1,4 @@
-"""Numbers as users give them: checked."""
+"""Checks of the numbers that users give."""
 
 from collections.abc import Iterable
 from math import inf, nan
@@ -15,7 +15,7 @@ def to_count(name: str, value: Any) -> int:
 
 
 def to_counts(name: str, values: Any) -> list[int]:
-    """Whole numbers in order, each once; one may be given by itself."""
+    """Return whole numbers in ascending order, each once; a single number is accepted too."""
     each = list(values) if isinstance(values, Iterable) else [values]
     if not each:
         raise CostError(f"{name} is empty. Give at least one whole number.")

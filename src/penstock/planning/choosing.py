@@ -1,4 +1,4 @@
-"""Searches schedules for all choices a little, and for the best ones thoroughly."""
+"""Search briefly for schedules of all choices, and thoroughly for the best ones."""
 
 import logging
 import time
@@ -12,13 +12,13 @@ from penstock.solver.placement_choices import describe
 
 LOGGER = logging.getLogger("penstock")
 _QUICK_EFFORT = 0.02
-_QUICK_SHARE = 0.5  # Of the time.
-_LEAST_S = 1.0  # What any search may take.
+_QUICK_SHARE = 0.5  # The share of the time for the brief searches.
+_LEAST_S = 1.0  # The time that any search may take.
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long to search, how hard, and how many rows to keep."""
+    """The time and effort of the searches, and the number of rows to keep."""
 
     seconds: float
     effort: float
@@ -27,7 +27,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A choice, and the best schedule that was found for it."""
+    """A choice and the best schedule that was found for it."""
 
     choice: Choice
     result: SearchResult
@@ -39,7 +39,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best of each shape, and a bound for all."""
+    """The best of each shape, and a bound for all choices."""
 
     found: list[Found]
     lower_bound: float
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def choose(choices: Sequence[Choice], limits: Limits) -> Outcome:
-    """The best shapes, which are numbers of microbatches with placements."""
+    """Return the best shapes; here a shape is a number of microbatches and a placement."""
     planning = _Planning(limits)
     bounds = [lower_bound(_problem(choice)) for choice in choices]
     found = planning.search_best(planning.search_all(choices, bounds))
@@ -55,7 +55,7 @@ def choose(choices: Sequence[Choice], limits: Limits) -> Outcome:
 
 
 class _Planning:
-    """The searches for one plan, and whether they had the time that they wanted."""
+    """The searches for one plan; `is_complete` is False if time ran out."""
 
     def __init__(self, limits: Limits) -> None:
         self.is_complete = True
@@ -63,9 +63,9 @@ class _Planning:
         self._start = time.monotonic()
 
     def search_all(self, choices: Sequence[Choice], bounds: Sequence[float]) -> list[Found]:
-        """The best shapes after a short search for each choice, the most promising ones first.
+        """Return the best shapes after a brief search for each choice, the lowest bound first.
 
-        It ends when the bounds of all others say that they cannot be among the best.
+        It ends when the bounds of the other choices prove that none is among the best.
         """
         order = sorted(range(len(choices)), key=lambda index: bounds[index])
         best: dict[tuple[int, Placement], Found] = {}
@@ -86,7 +86,7 @@ class _Planning:
         return sorted(best.values(), key=_rate)[:keep]
 
     def search_best(self, quick: Sequence[Found]) -> list[Found]:
-        """The same after a long search, where a better schedule may exist."""
+        """Search thoroughly where a better schedule may exist, and return the shapes by time."""
         found = []
         for place, one in enumerate(quick):
             best, left_s = one, self._left_s(1.0)
@@ -100,7 +100,7 @@ class _Planning:
         return sorted(found, key=_rate)
 
     def _left_s(self, share: float) -> float:
-        """What is left of this share of the time."""
+        """Return how much is left of this share of the time."""
         return self._start + self._limits.seconds * share - time.monotonic()
 
     def _search(self, choice: Choice, seconds: float, effort: float) -> Found:
@@ -122,7 +122,7 @@ def _problem(choice: Choice) -> Problem:
 
 
 def _rate(found: Found) -> tuple[float, float, int]:
-    """The lower, the better: faster, then less memory, then fewer microbatches."""
+    """Return a sort key: time, then peak memory, then the number of microbatches."""
     result = found.result
     return result.time, result.report.peak_memory, found.choice.num_microbatches
 

@@ -1,11 +1,11 @@
 """Stages cut from layers.
 
-A cut is made for the time of the slowest rank, with memory as a limit. How many microbatches a
-stage will hold is not known before there is a schedule, so several cuts are made:
+A cut minimises the time of the slowest rank, with memory as a limit. The number of microbatches
+that a stage will hold is not known until there is a schedule, so several cuts are made:
 [1] by time alone, if it fits with one microbatch on each rank;
-[2] where memory may bind, also those that leave room for more: for 1F1B, and for half as many
-    microbatches and as many as there are ranks;
-[3] if nothing else fits, the one that takes the least memory.
+[2] if memory may be the limit, also cuts that leave room for more microbatches: as many as 1F1B
+    holds, one, half the number of ranks, and the number of ranks;
+[3] if nothing else fits, the cut that takes the least memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,12 +30,12 @@ from penstock.planning.stage_sources import (
     sum_by_rank,
 )
 
-_SLACK = 0.05  # That of `penstock.Balanced`.
+_SLACK = 0.05  # As in `penstock.Balanced`.
 
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Layers at which stages may begin, and what they take for one microbatch."""
+    """The layers at which stages may begin, with their time and memory for one microbatch."""
 
     names: tuple[str, ...]
     times: tuple[float, ...]
@@ -44,7 +44,7 @@ class _Layers:
 
     @classmethod
     def of(cls, costs: Sequence[LayerCost], bytes_per_parameter_byte: float) -> "_Layers":
-        """Joins what cannot be told apart by name, as where a module is called twice."""
+        """Join layers that have the same name or none, such as a module that is called twice."""
         rows: dict[str, list[float]] = {}
         for cost in costs:
             fixed = cost.parameter_bytes * bytes_per_parameter_byte
@@ -59,13 +59,13 @@ class _Layers:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Times as shares of the whole, which are alike for microbatches of any size."""
+        """The times as shares of their sum, which are the same for microbatches of any size."""
         total = sum(self.times)
         return tuple(round(time / total, 12) if total else 0.0 for time in self.times)
 
 
 class LayerSource(AbstractSource):
-    """Layers that are cut into stages, and what is known of them so far."""
+    """Layers that are cut into stages; their costs and cuts are computed once."""
 
     def __init__(self, layers: LayersOfBatch, request: Request) -> None:
         self._given = layers
@@ -99,11 +99,11 @@ class LayerSource(AbstractSource):
                 return Refusal.for_memory(lightest.slowest, _cut_points(layers, lightest.starts))
             cuts += self._by_memory(layers, num_microbatches, placement, cuts)
             cuts = cuts or [lightest.starts]  # [3]
-        found = dict.fromkeys(cuts)  # Each once.
+        found = dict.fromkeys(cuts)  # Without duplicates.
         return [self._choice(layers, starts, num_microbatches, placement) for starts in found]
 
     def _by_time(self, layers: _Layers, placement: Placement) -> list[tuple[int, ...]]:
-        """[1] The first layers of the stages; with two stages per rank, with and without slack."""
+        """Return the cuts by time [1]; with two stages per rank, with and without slack."""
         found = []
         has_slack = placement.num_stages == 2 * placement.num_ranks
         for slack in (0.0, _SLACK) if has_slack else (0.0,):
@@ -122,7 +122,7 @@ class LayerSource(AbstractSource):
         placement: Placement,
         by_time: Sequence[tuple[int, ...]],
     ) -> list[tuple[int, ...]]:
-        """[2] Those with room for more microbatches, where the cuts by time have it not."""
+        """Return cuts with room for more microbatches [2], if the cuts by time lack it."""
         found = []
         for in_flight in _in_flight(placement, num_microbatches):
             if any(self._fits(layers, starts, placement, in_flight) for starts in by_time):
@@ -165,7 +165,7 @@ class LayerSource(AbstractSource):
         num_microbatches: int,
         placement: Placement,
     ) -> Choice:
-        """The stages of a cut; forward, input and weight backward take a third of a layer each."""
+        """Return the stages of a cut; F, I and W each take a third of the time of a layer."""
         request, partition = self._request, Partition(starts, layers.times, placement)
         third = [time / 3 for time in partition.stage_costs]
         activations = Partition(starts, layers.activations, placement)
@@ -196,7 +196,7 @@ def _cut_points(layers: _Layers, starts: Sequence[int]) -> tuple[str, ...]:
 
 
 def _in_flight(placement: Placement, num_microbatches: int) -> Iterator[tuple[int, ...]]:
-    """How many microbatches stages may hold in schedules that are worth a cut of their own."""
+    """Yield how many microbatches each stage holds, for schedules that deserve their own cut."""
     num_ranks, num_stages = placement.num_ranks, placement.num_stages
     levels = [(count,) * num_stages for count in (1, ceil(num_ranks / 2), num_ranks)]
     if num_stages == num_ranks:

@@ -1,16 +1,16 @@
-"""Into how many microbatches a batch may be cut."""
+"""The numbers of microbatches that a batch may be cut into."""
 
 from math import isqrt
 
-_MOST_PER_RANK = 8  # With more, the bubble is small already, and every action costs something.
+_MOST_PER_RANK = 8  # With more, the bubble is small already, but every action has overhead.
 _MOST_COUNTS = 6
 
 
 def choose_counts(batch_size: int, num_ranks: int) -> list[int]:
-    """The divisors of the batch size from the number of ranks to 8 times that.
+    """Return the divisors of the batch size from the number of ranks to 8 times that.
 
-    At most 6 of them, evenly spread, with the smallest and the largest; if there is none, the
-    next below and above.
+    At most 6 are returned, evenly spread, with the smallest and the largest. If there is none, the
+    nearest below and above are returned.
 
     >>> choose_counts(64, 4)
     [4, 8, 16, 32]
@@ -33,7 +33,7 @@ def choose_counts(batch_size: int, num_ranks: int) -> list[int]:
 
 
 def larger_counts(batch_size: int, count: int) -> list[int]:
-    """The divisors of the batch size above `count`: for where memory wants smaller microbatches."""
+    """Return the divisors of the batch size above `count`, to make microbatches smaller."""
     return [larger for larger in _divisors(batch_size) if larger > count]
 
 

@@ -1,4 +1,4 @@
-"""What a plan holds: the best choices, and those that were left out."""
+"""The contents of a plan: the best choices, and those that were left out."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ from penstock.solver.registered_schedules import registered
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanRow:
-    """One choice of a cut, a number of microbatches and a schedule: all that is needed to run it.
+    """A cut, a number of microbatches and a schedule, with all that is needed to run them.
 
-    Times are of one batch, memory is of each rank; both in the units of the costs.
+    Times are for one batch and memory is for each rank, in the units of the costs.
     """
 
     num_microbatches: int
     mb_size: int
-    """Samples in a microbatch."""
+    """The number of samples in a microbatch."""
     placement: Placement
     partition: Partition | None
     """The layers of each stage; None if the stages were given."""
     cut_points: tuple[str, ...]
     """The first layer of each later stage, for `cut_between_modules`; none if stages were given."""
     costs: CostTable
-    """What the stages cost for one microbatch."""
+    """The costs of the stages for one microbatch."""
     parameter_memory: tuple[float, ...]
-    """What the parameters of each rank take, with all that belongs to them."""
+    """The memory of each rank for parameters, their gradients and the optimizer's state."""
     result: SearchResult
 
     @property
@@ -40,18 +40,18 @@ class PlanRow:
 
     @property
     def schedule_name(self) -> str:
-        """The name of the algorithm, or "searched" if it is none that has a name."""
+        """The name of the algorithm, or "searched" if the schedule is not a registered one."""
         made = registered(self.placement, self.num_microbatches)
         return next((name for name, schedule in made if schedule == self.schedule), "searched")
 
     @property
     def split_spec(self) -> dict[str, SplitPoint]:
-        """The cut as `penstock.cut` takes it."""
+        """The cut in the form that `penstock.cut` takes."""
         return dict.fromkeys(self.cut_points, SplitPoint.BEGINNING)
 
     @property
     def time(self) -> float:
-        """What a step takes, from the first start to the last end."""
+        """The time of a step, from the first start to the last end."""
         return self.result.time
 
     @property
@@ -61,12 +61,12 @@ class PlanRow:
 
     @property
     def gap(self) -> float:
-        """By which share another schedule could at most be faster: see `SearchResult`."""
+        """The gap of the schedule to the bound: see `SearchResult`."""
         return self.result.gap
 
     @property
     def memory(self) -> tuple[float, ...]:
-        """The most that each rank holds, parameters and activations."""
+        """The most that each rank holds, with parameters and activations."""
         ranks = zip(self.parameter_memory, self.result.report.ranks, strict=True)
         return tuple(fixed + rank.peak_memory for fixed, rank in ranks)
 
@@ -80,7 +80,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A choice that cannot be run, and why."""
+    """A choice that cannot be run, with the reason."""
 
     num_microbatches: int
     placement: Placement
@@ -89,16 +89,16 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """The best rows first; `str()` is a table."""
+    """The rows of a plan, the best first; `str()` returns a table."""
 
     rows: tuple[PlanRow, ...]
     left_out: tuple[LeftOut, ...]
     num_considered: int
-    """How many cuts with their numbers of microbatches were compared."""
+    """The number of choices of a cut and a number of microbatches that were compared."""
     lower_bound: float
-    """No schedule for any of these is faster."""
+    """The bound for all choices: no schedule for any of them is faster."""
     is_complete: bool
-    """Whether every search came to its end, or some were stopped by the time budget."""
+    """True if every search ended by itself, False if the time budget stopped one."""
 
     @property
     def best(self) -> PlanRow:
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """By which share the best row is slower than the lower bound."""
+        """The share by which the best row is slower than the lower bound."""
         gap = self.best.time / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
         return gap if gap > 1e-9 else 0.0
 
@@ -140,7 +140,7 @@ class Plan:
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: numbers to the right, the last two columns to the left."""
+    """Return the lines of a table: the last two columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -152,7 +152,7 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _reasons(left_out: Sequence[LeftOut]) -> list[str]:
-    """One line for each number of microbatches and reason, with the placements that share it."""
+    """Return a line for each number of microbatches and reason, with their placements."""
     shared: defaultdict[tuple[int, str], list[str]] = defaultdict(list)
     for choice in left_out:
         shared[choice.num_microbatches, choice.reason].append(describe(choice.placement))

@@ -1,4 +1,4 @@
-"""Runs schedules: one executor for all of them."""
+"""Run schedules: one executor for all of them."""
 
 from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.measuring.stage_costs import measure_costs

@@ -11,16 +11,16 @@ from penstock.torch_private import pytree
 
 
 class OutsideGraphs:
-    """Collects gradients of the caller's tensors; their graphs are gone through once, at the end.
+    """Gradients of the caller's tensors, collected for one backward through the caller's graphs.
 
-    The stages are given leaves of our own in their place.
+    Stages work with stand-ins for these tensors.
     """
 
     def __init__(self) -> None:
         self._grads: list[tuple[Tensor, Tensor]] = []
 
     def cut_off(self, value: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
-        """The value with stand-ins for tensors that need a gradient, and the pairs of both."""
+        """Return the value with stand-ins for tensors that need gradients, and pairs of both."""
         leaves, structure = (
             flatten(value) if isinstance(value, tuple) else pytree.tree_flatten(value)
         )
@@ -34,7 +34,7 @@ class OutsideGraphs:
         return pytree.tree_unflatten(leaves, structure), pairs
 
     def add(self, tensor: Tensor, grad: Tensor) -> None:
-        """A microbatch has given one of the caller's tensors a gradient."""
+        """Add the gradient that a microbatch gave to one of the caller's tensors."""
         self._grads.append((tensor, grad))
 
     def backward(self) -> None:

@@ -1,4 +1,4 @@
-"""The two moves that most algorithms are made of."""
+"""The two steps that most algorithms are made of."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from penstock.ir import Action, Backward, BackwardInput, BackwardWeight, Forward
 def alternate(
     forwards: Sequence[Forward], backwards: Sequence[Backward], *, ahead: int
 ) -> Iterator[Action]:
-    """`ahead` forwards, then a backward and a forward in turn, then the remaining backwards."""
+    """Yield `ahead` forwards, then a backward and a forward in turn, then the other backwards."""
     yield from forwards[:ahead]
     for backward, forward in zip_longest(backwards, forwards[ahead:]):
         yield backward
@@ -19,7 +19,7 @@ def alternate(
 
 
 def delay_weights(order: Iterable[Action], *, delay: int) -> Iterator[Action]:
-    """Cuts each B in two; `delay` of the W wait at a time, the rest follow at the end.
+    """Split each B in two; up to `delay` W wait at a time, and the last follow at the end.
 
     With delay 1, `B0 B1 B2` becomes `I0 I1 W0 I2 W1 W2`.
     """

@@ -2,11 +2,11 @@
 
 [1] Lay out the passes of one microbatch on every rank, in units of one pass.
 [2] Repeat that every six units, one microbatch after another; offsets must not collide.
-    The two units that stay free in each six are for W, which goes to the first one after its I.
-[3] Squeeze: run each rank's passes in that order as early as they can be run. Where a rank would
-    wait, it runs a W that is due later; once it has no forward left, W only fills the waits.
+    The two free units in each six are for W, which takes the first one after its I.
+[3] Squeeze: run each rank's passes in that order, as early as possible. Where a rank would wait,
+    it runs a W that is due later; once it has no forward left, W only fills the waits.
 
-How far a pass is from its W bounds the memory, and squeezing keeps the order that this rests on.
+The distance from a pass to its W bounds the memory; squeezing keeps the order, so the bound holds.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ _PERIOD = 6  # F, I and W of two stages.
 
 
 class Block(NamedTuple):
-    """When a rank runs the passes of microbatch 0: F of its first and second stage, then I."""
+    """The units in which a rank runs microbatch 0: F of its first and second stage, then I."""
 
     forward_down: int
     forward_up: int
@@ -32,7 +32,7 @@ class _Order:
 
     def __init__(self, order: Iterable[Action]) -> None:
         self.passes: list[Forward | BackwardInput] = []
-        self.due: list[int] = []  # How many passes come before the n-th W.
+        self.due: list[int] = []  # The number of passes before the n-th W.
         self.weights: list[BackwardWeight] = []
         for action in order:
             if isinstance(action, BackwardWeight):
@@ -50,7 +50,7 @@ class _Order:
         return len(self.done) == len(self.passes) + len(self.weights)
 
     def next_action(self, is_ready: Callable[[Action], bool]) -> Action | None:
-        """What to run now: the next pass, or a W that is due or fills a wait, or nothing."""
+        """Return the action to run now: the next pass, a W that is due or fills a wait, or None."""
         has_weight = self.next_weight < self.num_inputs
         must_keep_up = self.next_pass <= self.last_forward  # Or memory would grow.
         if has_weight and must_keep_up and self.due[self.next_weight] <= self.next_pass:
@@ -69,17 +69,17 @@ class _Order:
 
 
 def passes_are_equal(shape: Shape, times: Times) -> bool:
-    """Whether the unit of these schedules is the truth, and there is enough to fill the pipe."""
+    """Return whether all passes take one unit, and there are enough microbatches for all ranks."""
     return times.f == times.i == times.w and times.c == 0 and shape.m >= shape.p
 
 
 def repeat_block(shape: Shape, block: Callable[[int], Block]) -> Orders:
-    """Steps [1] to [3] for the blocks that `block` gives for each rank."""
+    """Do steps [1] to [3] for the blocks that `block` returns for each rank."""
     return squeeze(shape, [_repeat(shape, rank, block(rank)) for rank in range(shape.p)])
 
 
 def squeeze(shape: Shape, orders: Orders) -> Orders:
-    """Step [3]: the orders as they come out if every pass takes one unit."""
+    """Do step [3]: return the orders that result if every pass takes one unit."""
     last_stage = 2 * shape.p - 1
     ends: dict[Action, int] = {}
     time = 0
@@ -106,7 +106,7 @@ def squeeze(shape: Shape, orders: Orders) -> Orders:
 
 
 def _repeat(shape: Shape, rank: int, block: Block) -> list[Action]:
-    """Steps [1] and [2] for one rank."""
+    """Do steps [1] and [2] for one rank."""
     down, up = rank, 2 * shape.p - 1 - rank
     at: dict[int, Action] = {}
     for mb in range(shape.m):

@@ -1,9 +1,9 @@
 """DualPipeV. Two stages per rank, in a V. Forwards overlap backwards of other microbatches.
 
 From DeepSeek's DualPipe, cut in half as described by Sea AI Lab. Needs m >= 2p.
-Holds p + 1/2 microbatches: half a microbatch more than ZB-V, as a pair holds both its halves.
+Holds p + 1/2 microbatches: half a microbatch more than ZB-V, since an overlap holds both halves.
 
-    p=2, m=4, all actions 1, a pair too (stages 0 and 3 on rank 0, 1 and 2 on rank 1)
+    p=2, m=4, all actions 1, overlaps too (stages 0 and 3 on rank 0, 1 and 2 on rank 1)
     rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3&3B1 3F2&0B0 3B2 3F3&0B1 3B3 …
     rank 1  .   1F0 2F0 1F1 2F1 1F2 2B0 2F2&1B0 1F3&2B1 2F3&1B1 2B2 1B2 …
 

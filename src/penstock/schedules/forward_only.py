@@ -13,7 +13,7 @@ from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times
 
 
 def _bubble(shape: Shape, times: Times) -> float:
-    """The ramp; with fewer microbatches than ranks, a wait in each further round."""
+    """Return the time to fill the pipeline, plus a wait in each further round if m < p."""
     p, m, v = shape
     hop = times.f / v + times.c
     return (p - 1) * hop + (v - 1) * max(0.0, p * hop - m * times.f / v) * (p > 1)

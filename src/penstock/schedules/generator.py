@@ -1,4 +1,4 @@
-"""What all algorithms share: how one is described, called and checked.
+"""The type that describes an algorithm, and the checks that all algorithms share.
 
 Legend, here and in every file of this folder: p ranks, m microbatches, v stages per rank;
 f, i, w are the times of F, I and W of one rank's whole share, c is the delay of a message.
@@ -13,7 +13,7 @@ from penstock.ir import Action, Placement, Schedule
 
 
 class Shape(NamedTuple):
-    """How many ranks, microbatches, and stages per rank."""
+    """The numbers of ranks, microbatches, and stages per rank."""
 
     p: int
     m: int
@@ -21,7 +21,7 @@ class Shape(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What a rank's whole share costs, and how long a message takes."""
+    """The times of a rank's whole share, and the delay of a message."""
 
     f: float = 1.0
     i: float = 1.0
@@ -34,32 +34,32 @@ class Times(NamedTuple):
 
 
 Orders: TypeAlias = Iterable[Iterable[Action]]
-"""What an algorithm makes: the actions of each rank, in their order."""
+"""The actions of each rank, in order, as an algorithm makes them."""
 Clock: TypeAlias = Literal["makespan", "span"]
 
 
 def linear(shape: Shape) -> Placement:
-    """One stage per rank."""
+    """Return the placement with one stage per rank."""
     return Placement.linear(shape.p)
 
 
 def loop(shape: Shape) -> Placement:
-    """Round after round, v times."""
+    """Return the placement that goes through all ranks v times."""
     return Placement.loop(shape.p, stages_per_rank=shape.v)
 
 
 def v_shape(shape: Shape) -> Placement:
-    """Two stages per rank, in a V."""
+    """Return the placement with two stages per rank, in a V."""
     return Placement.v(shape.p)
 
 
 class Bubble(NamedTuple):
-    """What is known of the idle time of a rank, if all stages cost the same."""
+    """The idle time of a rank, as far as it is known, if all stages cost the same."""
 
     time: Callable[[Shape, Times], float]
     clock: Clock
     holds: Callable[[Shape, Times], bool] = lambda shape, times: True
-    """For which shapes and times this is exact."""
+    """The condition on shapes and times under which `time` is exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -74,11 +74,11 @@ class Generator:
     name: str
     aliases: tuple[str, ...] = ()
     source: str = ""
-    """The paper or program that it is from."""
+    """The paper or program that the algorithm is from."""
     orders: Callable[[Shape], Orders]
     placement: Callable[[Shape], Placement] = linear
     stages_per_rank: int = 1
-    """As many as each rank holds, unless the caller may choose and does."""
+    """The number of stages that each rank holds, unless the caller may choose another."""
     takes_any_stages_per_rank: bool = False
     min_microbatches: Callable[[Shape], int] = lambda shape: 1
     bubble: Bubble | None = None
@@ -88,7 +88,7 @@ class Generator:
     def __call__(
         self, *, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
     ) -> Schedule:
-        """The schedule; `stages_per_rank` is the algorithm's own number if it is not given."""
+        """Return the schedule; `stages_per_rank` defaults to the algorithm's own number."""
         v = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         shape = Shape(num_ranks, num_microbatches, v)
         self._check(shape)

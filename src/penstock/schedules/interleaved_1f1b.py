@@ -6,8 +6,8 @@ memory and messages. arXiv:2104.04473 section 2.2.
     rank 1  .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
 Microbatches go in rounds of p: a round passes a stage before the rank's next stage has its turn.
-Where p does not divide m, the rounds are made larger, all as equal as can be, so that it works for
-every m; a larger round holds more memory.
+If p does not divide m, the rounds are larger, and as equal as possible, so that every m works;
+a larger round holds more memory.
 """
 
 from itertools import pairwise
@@ -18,19 +18,19 @@ from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times
 
 
 def rounds(shape: Shape) -> list[range]:
-    """The microbatches in rounds of p, or of a little more where p does not divide m."""
+    """Return the microbatches in rounds of p, or of a little more if p does not divide m."""
     count = max(1, shape.m // shape.p)
     bounds = [-(-shape.m * k // count) for k in range(count + 1)]  # Larger rounds first.
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
 def forwards_ahead(shape: Shape, rank: int, *, per_rank: int) -> int:
-    """How many forwards a rank runs before its first backward: `per_rank` more than the next."""
+    """Count a rank's forwards before its first backward: `per_rank` more than on the next."""
     return (shape.v - 1) * len(rounds(shape)[0]) + per_rank * (shape.p - 1 - rank) + 1
 
 
 def interleave(shape: Shape, rank: int, *, per_rank: int, lead: int = 0) -> list[Action]:
-    """The order of `rank`, with full backwards.
+    """Return the order of `rank`, with full backwards.
 
     In each round the rank's first stage runs `lead` microbatches further than its other stages.
     """

@@ -6,9 +6,9 @@ round, p messages, for the memory of one more microbatch on one stage.
     rank 1  .   1F0 1F1 1F2 3F0 3B0 3F1 3B1 1F3 1B0 3F2 …
 
 In Megatron's order the second round of forwards waits for p messages that nothing hides. Here one
-more forward is run in that time, which is long enough while p * c <= f / v.
+more forward runs in that time, which is long enough while p * c <= f / v.
 These are the bubbles that arXiv:2401.10241 publishes for interleaved 1F1B (tables 5 and 6); by
-the same clock, Megatron's order has p * c more. Which order was used there is not known to us.
+the same clock, Megatron's order has p * c more. We do not know which order was used there.
 """
 
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, loop

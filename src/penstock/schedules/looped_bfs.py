@@ -5,7 +5,7 @@
     rank 1  .   1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2
 
 All microbatches go through a stage before the next stage's turn, so that a stage's parameters are
-needed in one piece of time: good with sharded data parallelism. Needs m >= p to keep ranks busy.
+needed without interruption: good with sharded data parallelism. Needs m >= p to keep ranks busy.
 """
 
 from penstock.ir import Backward, Forward

@@ -5,7 +5,7 @@
     rank 1     F0 F1 .  B0 F2 B1 F3 B2 .  B3
     rank 2        F0 B0 F1 B1 F2 B2 F3 B3
 
-Delays add up: each p microbatches wait for a message to go down and up once.
+Delays add up: every p microbatches wait for one message to go down and up the ranks.
 """
 
 from penstock.ir import Backward, Forward

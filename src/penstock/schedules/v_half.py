@@ -6,7 +6,7 @@ arXiv:2405.15362. Holds (p + 2) // 2 microbatches at most.
     rank 0  0F0 .   .   3F0 0F1 3I0 3W0 3F1 0F2 .   0I0 3I1 0W0 3F2 …
     rank 1  .   1F0 2F0 .   .   1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 …
 
-The order is made for F = I = W; with other times it still holds no more, but ranks wait more.
+The order is made for F = I = W; with other times it needs no more memory, but ranks wait more.
 """
 
 from penstock.schedules.building_block import Block, passes_are_equal, repeat_block
@@ -29,7 +29,7 @@ def _orders(shape: Shape) -> Orders:
 
 
 def _bubble(shape: Shape, times: Times) -> float:
-    """About 13/4 passes per rank, where 1F1B has 6; what is left over depends on p mod 4."""
+    """Return about 13/4 passes per rank, where 1F1B has 6; the rest depends on p mod 4."""
     p = shape.p
     passes = (13 * p - (16, 17, 14, 19)[p % 4]) // 4 if p > 1 else 0
     return passes * times.total / 6

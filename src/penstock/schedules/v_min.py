@@ -6,7 +6,7 @@ arXiv:2405.15362. Holds (p + 4) // 3 microbatches at most, the least of all.
     rank 0  0F0 .   .   3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0F2 0I1 …
     rank 1  .   1F0 2F0 .   .   2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 …
 
-The order is made for F = I = W; with other times it still holds no more, but ranks wait in every
+The order is made for F = I = W; with other times it needs no more memory, but ranks wait in every
 period, so that the bubble grows with m.
 """
 
@@ -30,7 +30,7 @@ def _orders(shape: Shape) -> Orders:
 
 
 def _bubble(shape: Shape, times: Times) -> float:
-    """About 4 passes per rank, where 1F1B has 6."""
+    """Return about 4 passes per rank, where 1F1B has 6."""
     passes = 4 * shape.p - (3 if shape.p % 3 == 0 else 5) if shape.p > 1 else 0
     return passes * times.total / 6
 

@@ -1,4 +1,4 @@
-"""Writes an order pass by pass, counting the microbatches."""
+"""Write an order pass by pass, counting the microbatches."""
 
 from collections import Counter, deque
 
@@ -26,18 +26,18 @@ class Writer:
         self.order.append(Overlap(forward, backward))
 
     def backward_input(self, stage: int) -> None:
-        """Its W waits for `backward_weight`."""
+        """Add an I; its W waits for `backward_weight`."""
         mb = self._next_backward(stage)
         self.order.append(BackwardInput(stage, mb))
         self._waiting.append(BackwardWeight(stage, mb))
 
     def backward_weight(self) -> None:
-        """The W that waits longest, of whichever stage; nothing if none does."""
+        """Add the W that has waited longest, of any stage; add nothing if none waits."""
         if self._waiting:
             self.order.append(self._waiting.popleft())
 
     def backward_weights(self) -> None:
-        """All W that wait."""
+        """Add every W that waits."""
         self.order.extend(self._waiting)
         self._waiting.clear()
 

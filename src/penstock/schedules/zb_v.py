@@ -8,10 +8,10 @@ arXiv:2401.10241 section 6.
 
 [1] Forwards of the first stage until the first microbatch is back. [2] Forwards of both stages.
 [3] The second stage's backwards begin. [4] Steady: F, I, W of one stage, then of the other.
-[5] Inputs first, so that no other rank waits. [6] The weights that are left.
+[5] I first, so that no other rank waits. [6] The remaining W.
 
-The construction is for m >= 2p - 1; for fewer microbatches the others are left out of it, and the
-gaps that they leave are squeezed out. It takes time for 2p - 1 microbatches all the same.
+The construction is for m >= 2p - 1. For fewer microbatches the rest are left out of it, and their
+gaps are squeezed out; constructing it then still takes the time for 2p - 1 microbatches.
 """
 
 from penstock.ir import Action

@@ -1,4 +1,4 @@
-"""The simulator: when every action starts and ends under given costs."""
+"""The simulator: the start and end of every action under given costs."""
 
 from penstock.sim.simulator import simulate
 

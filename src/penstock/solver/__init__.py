@@ -1,4 +1,4 @@
-"""The schedule made for a model: search, and what no schedule can be faster than."""
+"""The search for a schedule for given costs, and bounds that no schedule can beat."""
 
 from penstock.solver.bounds import lower_bound
 from penstock.solver.problem import Problem

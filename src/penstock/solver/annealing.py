@@ -1,10 +1,10 @@
-"""Makes orders better, one move at a time: simulated annealing on the critical path.
+"""Improve orders one move at a time: simulated annealing on the critical path.
 
 The critical path is a chain of blocks: actions of one rank without a gap, from the one that waited
 for a message to the one that sent the next. To be faster, a block must let its last action come
-earlier or its first one later; changes within it change nothing. So moves take an action behind
-the last one of its block, or before the first, or bring the last one forward. Where memory is in
-the way, a weight backward is brought forward too, which makes room.
+earlier or its first one later; changes within it change nothing. So a move puts an action after
+the last one of its block or before the first, or moves the last one earlier. If there is not
+enough memory, a weight backward is also moved earlier to free some.
 """
 
 import random
@@ -15,17 +15,17 @@ from typing import NamedTuple
 from penstock.solver.evaluation import critical_blocks, evaluate, fits
 from penstock.solver.problem import FULL, INPUT, WEIGHT, Order, Problem
 
-_FARTHEST = 4  # How many places an action goes that is just moved somewhere.
+_FARTHEST = 4  # The farthest that a random move takes an action, in places.
 
 
 class Walk(NamedTuple):
-    """Where a walk led."""
+    """The result of a random walk from orders to orders."""
 
     orders: list[Order]
-    """The best on the way."""
+    """The best orders found on the walk."""
     num_evaluated: int
     is_complete: bool
-    """Whether it came to its end, or its time was up before."""
+    """True if the walk was not cut short by the deadline."""
 
 
 def anneal(
@@ -38,10 +38,11 @@ def anneal(
     goal: float = -inf,
     deadline: float = inf,
 ) -> Walk:
-    """The best orders on a random walk of `num_moves` from `orders`; the same for the same seed.
+    """Return the best orders of a random walk of `num_moves` from `orders`, repeatable by `seed`.
 
-    `heat` is by how much time a move may make it worse, at first; it cools down to none. The walk
-    ends early at orders that take no more than `goal`, or at the `deadline` of time.monotonic().
+    `heat` is the scale of the slowdowns that moves may cause at first; it cools down to zero. The
+    walk ends early at orders that take no more than `goal`, or when time.monotonic() passes
+    `deadline`.
     """
     generator = random.Random(seed)
     current = list(orders)
@@ -75,7 +76,7 @@ def anneal(
 def _move(
     generator: random.Random, problem: Problem, rank: int, order: Order, first: int, last: int
 ) -> Order | None:
-    """The order with one thing changed in a block, or nothing if that is not possible."""
+    """Return the order with one random change in a block, or None if that change is impossible."""
     index = generator.randint(first, last)
     stage, kind = order[index] >> 2, order[index] & 3
     if problem.fuses(stage) and kind in (INPUT, FULL) and generator.random() < 0.3:
@@ -96,7 +97,7 @@ def _move(
 
 
 def _choose_target(generator: random.Random, index: int, first: int, last: int) -> int:
-    """Where in its order the action at `index` goes: see the top of this file."""
+    """Choose the new position of the action at `index`; the module docstring explains the moves."""
     what = generator.random()
     if what < 0.45:
         return last
@@ -107,7 +108,7 @@ def _choose_target(generator: random.Random, index: int, first: int, last: int) 
 
 
 def _make_room(generator: random.Random, order: Order, start: int) -> None:
-    """Brings the next weight backward forward to `start`, or some places behind it."""
+    """Move the next weight backward earlier, to `start` or a few places after it."""
     for index in range(start + 1, len(order)):
         if order[index] & 3 == WEIGHT:
             target = generator.randint(start, min(index, start + _FARTHEST - 1))
@@ -116,7 +117,7 @@ def _make_room(generator: random.Random, order: Order, start: int) -> None:
 
 
 def _cut_or_join(order: Order, index: int) -> Order | None:
-    """A full backward cut in two, or an input backward and the next weight backward made one."""
+    """Split the full backward at `index`, or join the input backward with the next weight one."""
     code, changed = order[index], order.copy()
     stage = code >> 2
     if code & 3 == FULL:

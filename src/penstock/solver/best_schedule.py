@@ -1,4 +1,4 @@
-"""The best schedule for a question, whatever the number of stages."""
+"""The best schedule for a question, over several numbers of stages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +12,9 @@ from penstock.solver.question import Question
 def find_best(
     question: Question, groups: Sequence[list[Placement]], *, seconds: float, effort: float
 ) -> SearchResult:
-    """The best over groups of placements, each searched by itself; the bound is that of all.
+    """Return the best result over groups of placements, with a bound that holds for all groups.
 
-    The placements of a group have as many stages.
+    Each group is searched separately; its placements have the same number of stages.
     """
     found: list[SearchResult] = []
     failures: list[ScheduleError] = []

@@ -1,12 +1,12 @@
-"""What no schedule can be faster than.
+"""Lower bounds on the time of any schedule.
 
 Every bound here is about schedules whose microbatches are in order on each stage, in F, in I and in
-W; `solver.problem` shows that one of these is among the best. Time is by the problem's clock: a
-rank's end less its offset, of which the largest counts.
+W; `solver.problem` shows that one of these is among the best. Time is by the problem's clock: the
+largest end of a rank minus its offset.
 
-An action is bounded from both sides: its *head* is a time before which it cannot start, its *tail*
-a time that must pass between its end and the end of all. So head + duration + tail bounds the time,
-for each action; and so do all actions of a rank together, which must run one after the other.
+An action is bounded from both sides. Its *head* is a time before which it cannot start. Its *tail*
+is a time that must pass between its end and the end of the step. So head + duration + tail is a
+bound for each action. All actions of a rank together give another, since they cannot run at once.
 """
 
 import heapq
@@ -18,11 +18,11 @@ from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
 
 
 def lower_bound(problem: Problem) -> float:
-    """A time that no schedule for `problem` can beat, by its clock.
+    """Return a time that no schedule for `problem` can beat, by its clock.
 
-    [1] On each rank, all that it has to run lies between heads and tails: see `_one_rank`.
-    [2] Heads and tails follow from what an action waits for, from what its rank must have run
-        before it (or must still run after it), and from memory: see `_Heads` and `_Tails`.
+    [1] All actions of a rank must run between their heads and tails: see `_one_rank`.
+    [2] Heads and tails follow from what an action waits for, from what its rank must run before
+        or after it, and from memory: see `_Heads` and `_Tails`.
     """
     work = _Amount(problem)
     heads, tails = _Heads(work), _Tails(work)
@@ -30,16 +30,17 @@ def lower_bound(problem: Problem) -> float:
 
 
 class _Amount:
-    """The least that actions take, and what memory says of their order.
+    """The least time that actions take, and the limits that memory puts on their order.
 
-    A full backward may be quicker than its halves, and a pair that overlaps quicker than its two
-    parts. Let I take the lesser of I and B, and W what is then missing to the lesser of I + W and
-    B; and let F take what is left if it overlaps the longest backward of its rank. Replace such
-    actions by halves, and by F and then the backward, that take so long: none ends later than
-    before, so what others wait for comes no later. As to memory, all that is argued below is about
-    what is held when an F starts. No F starts between the halves, so it is the same there, and an
-    F counts before its pair's backward frees anything. So what bounds schedules without such
-    actions bounds all.
+    A full backward may be quicker than its halves, and an overlap quicker than its two parts. So
+    let I take the lesser of I and B, and let I and W together take the lesser of I + W and B. Let
+    F take what is left of it if it overlaps the longest backward of its rank.
+
+    Replace each full backward by such halves, and each overlap by such an F and then the backward.
+    Nothing ends later than before, so no message arrives later. The arguments about memory below
+    use only what is held when an F starts. No F starts between the halves, and the F of an overlap
+    is counted before its backward frees anything, so these amounts stay the same. So a bound for
+    schedules without full backwards and overlaps is a bound for all schedules.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -64,28 +65,28 @@ class _Amount:
         ]
 
     def most_ahead(self, stage: int, other: int) -> int:
-        """With this many microbatches ahead, F on `stage` must wait for I on `other`.
+        """Return how many microbatches ahead F on `stage` must wait for I on `other`.
 
-        `other` is `stage` or a later one on its rank. While a microbatch is between the start of
-        its F and the end of its I on `other`, it holds what the F of `stage`, of the earlier and
-        of those up to `other` have left; and each that has begun F on `stage` since holds the part
-        up to `stage`. F of microbatch j + most_ahead is one too many: so it cannot come between
-        F and I of microbatch j on `other`. Nor can it come before that F, which then would be one
-        too many itself. So it comes after that I.
+        `other` is `stage` or a later stage on its rank. From the start of its F to the end of its
+        I on `other`, a microbatch holds what the F of all stages of the rank up to `other` have
+        left. Each microbatch that has begun F on `stage` since then holds the part up to `stage`.
+        F of microbatch j + most_ahead is one too many, so it cannot come between F and I of
+        microbatch j on `other`. It cannot come before that F either, because that F would then be
+        one too many. So it comes after that I.
         """
         cap = self.problem.caps[self.ranks[stage]]
         kept = self.kept_up_to(stage)
         if cap == inf or kept == 0:
             return self.num_microbatches
         room = cap * ROUNDING - (self.kept_up_to(other) - kept)
-        # What is kept may be so little that the quotient is infinite.
+        # `kept` may be so small that the quotient is infinite.
         return floor(min(self.num_microbatches, max(1.0, room / kept)))
 
     def least_before(self, stage: int, mb: int) -> float:
-        """The least time of I and W on `stage` that must be over when its F of `mb` starts.
+        """Return the least time of I and W on `stage` that must be over when its F of `mb` starts.
 
-        With a microbatches past I and b past W, the rank holds at least (mb + 1 - a) times what F
-        left and a - b times what I left. This is the least a * I + b * W of all that fit.
+        With `a` microbatches past I and `b` past W, the rank holds at least (mb + 1 - a) times what
+        F left and a - b times what I left. The result is the least a * I + b * W that fits.
         """
         cap = self.problem.caps[self.ranks[stage]] * ROUNDING
         if cap == inf:
@@ -102,30 +103,30 @@ class _Amount:
         return least
 
     def kept_up_to(self, stage: int) -> float:
-        """What F on `stage` and on the earlier stages of its rank leave of a microbatch."""
+        """Return what F on `stage` and earlier stages of its rank leave of a microbatch."""
         return sum(self.problem.costs.after_forward[s] for s in (*self.earlier(stage), stage))
 
     def earlier(self, stage: int) -> list[int]:
-        """The stages before `stage` on its rank."""
+        """Return the stages before `stage` on its rank."""
         return [s for s in self.problem.stages_of[self.ranks[stage]] if s < stage]
 
     def later(self, stage: int) -> list[int]:
-        """The stages after `stage` on its rank."""
+        """Return the stages after `stage` on its rank."""
         return [s for s in self.problem.stages_of[self.ranks[stage]] if s > stage]
 
 
 class _Heads:
-    """Before which time no F and no I can start: `forward[stage][mb]`, `input[stage][mb]`.
+    """The earliest starts of F and I: `forward[stage][mb]` and `input[stage][mb]`.
 
-    Along microbatches, and down and up the stages, an action waits for
-    [1] the same action of the microbatch before;
-    [2] what comes from the stage before it on the way;
-    [3] for an F, the I that memory wants to be over;
-    [4] all that its rank must have run before, from when the rank can first start: the F of this
-        and of earlier microbatches on its stage and the earlier ones, and the I and W that memory
-        wants; or for an I, the F of all stages up to its microbatch, and the I up to it;
+    An action waits for
+    [1] the same action of the previous microbatch;
+    [2] its input from the neighbouring stage;
+    [3] for an F, the I that must be over before there is memory for it;
+    [4] all that its rank must run before it, counted from when the rank can first start. For an F:
+        the F up to its microbatch on its stage and the earlier ones, and the I and W that memory
+        requires. For an I: the F of all stages up to its microbatch, and the I up to it;
     [5] for an F that must come after I of microbatch 0, here or on a later stage of its rank: what
-        the rank must have run in between. It is all of [4] but for the F that may have come before.
+        the rank must run in between, which is all of [4] except the F that may come before that I.
     """
 
     def __init__(self, work: _Amount) -> None:
@@ -151,7 +152,7 @@ class _Heads:
         work, own = self._work, self._work.forward[stage]
         earlier, later = work.earlier(stage), work.later(stage)
         needed = work.least_before(stage, mb)
-        # How many microbatches must be past I on each later stage.
+        # The number of microbatches that must be past I on each later stage.
         past = {other: max(0, mb + 1 - ahead) for other, ahead in self._ahead[stage]}
         first = self._first[(earlier or [stage])[0]]
         heads = [
@@ -194,12 +195,12 @@ class _Heads:
 
 
 class _Tails:
-    """What must pass after an F or I, less the offset of the rank that ends last.
+    """The time that must pass after an F or I, minus the offset of the rank that ends last.
 
     The mirror image of `_Heads`: an action is followed by
     [1] the same action of the next microbatch;
-    [2] what it is sent on to;
-    [3] for an I, the F that memory lets start only after it;
+    [2] the action that takes its message;
+    [3] for an I, the F that can start only with the memory it frees;
     [4] all that its rank must still run.
     """
 
@@ -242,7 +243,7 @@ class _Tails:
         rank = work.ranks[stage]
         behind = (left - 1) * work.input[stage] + left * work.weight[stage]
         behind += left * sum(work.input[s] + work.weight[s] for s in work.earlier(stage))
-        blocked = 0  # How many F on the stages so far must come after.
+        blocked = 0  # The number of F on the stages so far that must come after.
         for other, ahead in self._ahead[stage]:
             blocked = max(blocked, left - ahead)
             behind += blocked * work.forward[other]
@@ -261,11 +262,11 @@ class _Tails:
 
 
 def _one_rank(work: _Amount, rank: int, heads: _Heads, tails: _Tails) -> float:
-    """The least time of a rank that may interrupt its actions, by their heads and tails.
+    """Return the least time of a rank that may interrupt its actions, by their heads and tails.
 
-    To run, at any time, the action with the longest tail of those whose head has passed is best
-    (Jackson's rule). An order that may interrupt can do all that one can which may not, so no
-    schedule is faster. The W of a microbatch can start after its I; only the rank's end follows.
+    It is best to run, at any time, the action with the longest tail among those whose head has
+    passed (Jackson's rule). Every schedule is also allowed with interruptions, so none is faster.
+    The W of a microbatch can start after its I; only the rank's end comes after it.
     """
     jobs: list[tuple[float, float, float]] = []
     end = -work.problem.offsets[rank]
@@ -280,8 +281,8 @@ def _one_rank(work: _Amount, rank: int, heads: _Heads, tails: _Tails) -> float:
 
 
 def _longest_tail_first(jobs: Sequence[tuple[float, float, float]]) -> float:
-    """When all tails are over if jobs (head, duration, tail), sorted, are run by Jackson's rule."""
-    waiting: list[tuple[float, float]] = []  # Tail, negative, and what is left of the duration.
+    """Return when all tails end if sorted jobs (head, duration, tail) run by Jackson's rule."""
+    waiting: list[tuple[float, float]] = []  # The negative tail, and the rest of the duration.
     now, latest, index = 0.0, -inf, 0
     while index < len(jobs) or waiting:
         if not waiting:

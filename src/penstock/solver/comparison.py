@@ -1,4 +1,4 @@
-"""Schedules for one question side by side: what `penstock compare` and the studio show."""
+"""Comparisons of schedules for one question, as `penstock compare` and the studio show them."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ from penstock.solver.question import Question
 from penstock.timeline import Report
 
 SEARCHED = "searched"
-"""Stands where a schedule's name does, for one that is searched."""
+"""The name shown for a searched schedule."""
 
-_EFFORT, _SECONDS = 0.1, 10.0  # A taste, in a second or less: `penstock search` is thorough.
+_EFFORT, _SECONDS = 0.1, 10.0  # Quick, a second or less; `penstock search` is thorough.
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +28,29 @@ class Row:
     report: Report
     time: float
     bubble: float
-    """Both by the clock."""
+    """By the clock, as is `time`."""
     gap: float | None
-    """By which share it is slower than the bound of its placement; None if it does not fit."""
+    """The gap to the bound of its placement; None if it does not fit."""
     excess: str
-    """What it needs more than there is; empty if it fits."""
+    """The memory it needs where it exceeds a cap, in words; empty if it fits."""
 
 
 class Comparison:
-    """What was compared so far."""
+    """The schedules compared so far."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
         self.left_out: dict[str, str] = {}
-        """Schedules that cannot be made for the question, and why."""
+        """The schedules that are not compared, each with the reason."""
         self._bounds: dict[Placement, tuple[Problem, float]] = {}
         self._rows: list[Row] = []
 
     @property
     def rows(self) -> list[Row]:
-        """Those that fit first, the fastest first, and of those as fast who holds less."""
+        """The rows that fit, then the others; each by time, then by peak memory."""
         return sorted(
             self._rows,
-            # Times that differ by rounding alone are equal, whatever their unit.
+            # Times that differ only by rounding count as equal, whatever their unit.
             key=lambda row: (row.excess != "", float(f"{row.time:.9g}"), row.report.peak_memory),
         )
 
@@ -69,7 +69,7 @@ class Comparison:
         return f"No schedule is faster than {', '.join(bounds)}."
 
     def add(self, name: str, schedule: Schedule) -> Row | None:
-        """Adds a schedule; without a backward it is left out."""
+        """Add a schedule, or leave it out if it has no backward."""
         if not schedule.has_backward:
             self.left_out[name] = "has no backward"
             return None
@@ -91,7 +91,10 @@ class Comparison:
         return row
 
     def add_registered(self, generator: Generator, stages_per_rank: int | None) -> Row | None:
-        """Only if it trains; with `stages_per_rank` if it takes any number, else with its own."""
+        """Add a registered schedule if it has a backward.
+
+        It has `stages_per_rank` stages on each rank if it takes any number, otherwise its own.
+        """
         count = generator.stages_per_rank
         if generator.takes_any_stages_per_rank and stages_per_rank is not None:
             count = stages_per_rank
@@ -109,17 +112,17 @@ class Comparison:
         return None
 
     def check_memory(self) -> None:
-        """Raises if nothing can fit, and says what would."""
+        """Raise an error if no schedule can fit, with the smallest memory that would."""
         problems = [problem for problem, _ in self._bounds.values()]
         if all(problem.find_shortage() is not None for problem in problems):
             raise nothing_fits(problems)
 
     def search(self) -> None:
-        """Adds the best that is found for each number of stages that was compared."""
+        """Add the best schedule found for each number of stages that was compared."""
         question = self.question
         for num_stages in sorted({placement.num_stages for placement in self._bounds}):
             if num_stages % question.num_ranks:
-                continue  # They are in a file, and cannot be placed otherwise.
+                continue  # They come from a file and cannot be placed in another way.
             placements = default_placements(num_stages, question.num_ranks)
             found = find_best(question, [placements], seconds=_SECONDS, effort=_EFFORT)
             self.add(SEARCHED, found.schedule)
@@ -133,4 +136,4 @@ class Comparison:
 
 def _gap(time: float, bound: float) -> float:
     gap = time / bound - 1 if bound > 0 else 0.0
-    return gap if gap > 1e-9 else 0.0  # What is less is rounding.
+    return gap if gap > 1e-9 else 0.0  # Anything less is rounding.

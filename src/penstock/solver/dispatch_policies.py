@@ -1,4 +1,4 @@
-"""Which policies ranks are to try: a grid to begin with, and then what is near to the best."""
+"""The policies to try: first a grid, then variations of the best."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -15,22 +15,22 @@ _KINDS = (
     (FULL, FORWARD),
     (FORWARD, FULL),
 )
-# Microbatches in flight, as a multiple of those that fill the time in which one comes back: 1.5 is
-# 1F1B if F, I and W take the same, 3 is ZB-H2, and the last is all that memory holds.
+# Microbatches in flight, as a multiple of those that fill the time until one comes back: 1.5 is
+# 1F1B if F, I and W take the same time, 3 is ZB-H2, and the last is all that memory holds.
 _AHEAD = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 1e9)
 _PATIENCE = (1.0, 0.3, 0.6)
 _FINE_PATIENCE = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def grid(problem: Problem) -> Iterator[Policy]:
-    """Policies by which all ranks choose alike."""
+    """Yield policies with the same rules for all ranks."""
     num_ranks = problem.num_ranks
     has_choice = problem.num_stages > num_ranks
     can_fuse = any(map(problem.fuses, range(problem.num_stages)))
     for ahead in _depths(problem):
         for keeps_room in (False, True) if has_choice and min(problem.caps) < inf else (False,):
             for kinds in _KINDS if can_fuse else _KINDS[:2]:
-                # Full backwards leave no weight backward that could be in the way.
+                # With full backwards, there are no weight backwards to be patient about.
                 for patience in _PATIENCE if WEIGHT in kinds else _PATIENCE[:1]:
                     for by_stage in (False, True) if has_choice else (False,):
                         yield Policy(
@@ -45,9 +45,10 @@ def grid(problem: Problem) -> Iterator[Policy]:
 
 
 def _prefer(stages: Sequence[int], kinds: Sequence[int], *, by_stage: bool) -> tuple[Code, ...]:
-    """What is urgent: one kind on all stages before the next, or all of a stage before the next.
+    """Return the codes by urgency: by kind and then stage, or with `by_stage` the reverse.
 
-    Of two stages, the one nearer to the loss comes first, except for weights, which can wait.
+    Of two stages, the one nearer to the loss comes first. Weight backwards can wait, so they come
+    last, in the order of the stages.
     """
     urgent = [kind for kind in kinds if kind != WEIGHT]
     last_first = stages[::-1]
@@ -59,7 +60,7 @@ def _prefer(stages: Sequence[int], kinds: Sequence[int], *, by_stage: bool) -> t
 
 
 def vary(generator: random.Random, problem: Problem, policy: Policy) -> Policy:
-    """`policy` with one thing changed, on one rank or several."""
+    """Return `policy` with one random change, on one rank or several."""
     what = generator.random()
     rank = generator.randrange(problem.num_ranks)
     if what < 0.55:
@@ -103,11 +104,11 @@ def _vary_ahead(
 
 
 def _depths(problem: Problem) -> list[tuple[int, ...]]:
-    """By stage, how many microbatches may be in flight: each choice once."""
+    """Return choices of how many microbatches may be in flight on each stage, each choice once."""
     most = problem.num_microbatches
     trips = _round_trips(problem)
     found = [[ceil(factor * trip - 1e-9) for trip in trips] for factor in _AHEAD]
-    # As many as memory holds on the first stage, and fewer and fewer down to the last.
+    # As many as memory holds on the first stage, decreasing to the last.
     kept, rank = problem.costs.after_forward[0], problem.placement.ranks[0]
     cap = problem.caps[rank]
     first = most if cap == inf or kept == 0 else min(most, int(cap / kept * (1 + 1e-9)))
@@ -118,7 +119,7 @@ def _depths(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def _round_trips(problem: Problem) -> list[float]:
-    """By stage, how many microbatches the busiest rank could run while one comes back."""
+    """Return by stage how many microbatches the busiest rank could run until one comes back."""
     times = problem.durations
     busiest = max(
         sum(times[4 * stage + kind] for stage in held for kind in (FORWARD, INPUT, WEIGHT))

@@ -1,11 +1,12 @@
-"""Makes orders by letting ranks choose what to do next, as time goes by.
+"""Make orders by letting each rank choose its next action as time passes.
 
-A rank that is free runs the first thing on its list that is ready: say an input backward, otherwise
-a forward if it may, otherwise a weight backward, unless something better is about to come. The
-rules by which it chooses are a `Policy`; which is best depends on the costs, so many are tried.
+A rank that is free runs the first action of its preferences that is ready. For example, it runs an
+input backward, otherwise a forward if that is allowed, otherwise a weight backward unless something
+more urgent is about to arrive. The rules by which it chooses are a `Policy`. The best one depends
+on the costs, so many are tried.
 
-Memory never gets stuck: a forward is only run if afterwards every rank could still finish its
-microbatches one after the other, from the oldest on.
+Memory never blocks the ranks: a forward runs only if every rank could still finish its microbatches
+afterwards, one after the other, from the oldest on.
 """
 
 import heapq
@@ -19,50 +20,50 @@ from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Code, Order, P
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """By which rules ranks choose."""
+    """The rules by which ranks choose their next actions."""
 
     preference: tuple[tuple[Code, ...], ...]
-    """By rank: what it looks for, the most urgent first. With FULL in it, backwards are full."""
+    """By rank: the actions to choose from, the most urgent first. With FULL, backwards are full."""
     ahead: tuple[int, ...]
     """By stage: how many microbatches may be between their forward and their input backward."""
     patience: tuple[float, ...]
-    """By rank: the share of a weight backward by which it may delay what is more urgent.
+    """By rank: the share of a weight backward by which it may delay a more urgent action.
 
-    With 0, a rank would rather wait than be late; with 1, it never waits.
+    With 0, a rank waits rather than delay that action; with 1, it never waits.
     """
     keeps_room: bool = False
-    """Whether a forward leaves room for the same microbatch on all later stages of its rank."""
+    """True if a forward must leave room for its microbatch on all later stages of its rank."""
 
 
 def dispatch(problem: Problem, policy: Policy) -> list[Order]:
-    """The orders that come about if ranks choose by `policy`."""
+    """Return the orders that result if ranks choose by `policy`."""
     return _Dispatch(problem, policy).run()
 
 
 class _Dispatch:
-    """The state of ranks while they choose."""
+    """The state of the ranks while they choose."""
 
     def __init__(self, problem: Problem, policy: Policy) -> None:
         num_stages, num_ranks = problem.num_stages, problem.num_ranks
         self.problem, self.policy = problem, policy
         self.orders: list[Order] = [[] for _ in range(num_ranks)]
-        # By stage: when the activations and gradients arrive that are on their way or there,
+        # By stage: when the activations and gradients made so far arrive,
         self.activations: list[list[float]] = [[] for _ in range(num_stages)]
         self.gradients: list[list[float]] = [[] for _ in range(num_stages)]
         self.activations[0] = [0.0] * problem.num_microbatches
-        # and how many forwards, input backwards and weight backwards were run.
+        # and the numbers of forwards, input backwards and weight backwards that were run.
         self.forwards, self.inputs = [0] * num_stages, [0] * num_stages
         self.weights = [0] * num_stages
         self.caps = [cap * ROUNDING for cap in problem.caps]
         self.room = list(self.caps)
-        # By rank: what a microbatch holds when it has come to the first of its stages, the second …
+        # By rank: what a microbatch holds once it has reached the first of its stages, the second …
         kept = problem.costs.after_forward
         self.kept_so_far = [
             list(accumulate(kept[stage] for stage in stages)) for stages in problem.stages_of
         ]
 
     def run(self) -> list[Order]:
-        """Goes from one moment at which a rank is free to the next."""
+        """Advance from one time at which a rank is free to the next, until all ranks are done."""
         durations, ranks = self.problem.durations, self.problem.placement.ranks
         free = [(0.0, rank) for rank in range(self.problem.num_ranks)]
         is_parked = [False] * self.problem.num_ranks
@@ -73,7 +74,7 @@ class _Dispatch:
                 if next_arrival < inf:
                     heapq.heappush(free, (next_arrival, rank))
                 else:
-                    is_parked[rank] = True  # Until somebody sends it something.
+                    is_parked[rank] = True  # Until a message is sent to it.
                 continue
             end = now + durations[code]
             receiver = self._start(code, rank, end)
@@ -84,7 +85,7 @@ class _Dispatch:
         return self.orders
 
     def _choose(self, now: float, rank: int) -> tuple[int | None, float]:
-        """What `rank` runs now, or nothing; and when the next message comes that it knows of."""
+        """Return what `rank` runs now, if anything, and when the next message for it arrives."""
         next_arrival = inf
         for code in self.policy.preference[rank]:
             stage, kind = code >> 2, code & 3
@@ -114,7 +115,7 @@ class _Dispatch:
         return None, next_arrival
 
     def _full_if_no_room(self, code: Code, rank: int) -> Code:
-        """A full backward in place of an input backward that would leave more than it frees."""
+        """Return a full backward instead of an input backward for which there is no room."""
         stage, costs = code >> 2, self.problem.costs
         if code & 3 == INPUT:
             more = costs.after_input[stage] - costs.after_forward[stage]
@@ -123,11 +124,11 @@ class _Dispatch:
         return code
 
     def _has_room(self, rank: int, stage: int) -> bool:
-        """Whether `rank` could run a forward of `stage` and still finish all that it has begun.
+        """Return whether `rank` could run a forward of `stage` and finish all that it has begun.
 
-        The oldest microbatches that have come to one of its stages wait for those ahead of them
-        only. When these are done and their weights too, the rank holds what that one and all
-        behind it have left; and then it needs room for the stages that it has before it.
+        The oldest microbatch that has reached one of its stages waits only for those ahead of it.
+        When these are done, with their weight backwards, the rank holds what that microbatch and
+        all after it have left. It then needs room for the later stages of that microbatch.
         """
         stages, kept = self.problem.stages_of[rank], self.kept_so_far[rank]
         needed = self.problem.costs.after_forward[stage]
@@ -145,7 +146,7 @@ class _Dispatch:
         return True
 
     def _start(self, code: int, rank: int, end: float) -> int | None:
-        """Notes that an action was started; returns the stage that it makes something for."""
+        """Record that an action was started; return the stage that takes its message, if any."""
         stage, kind = code >> 2, code & 3
         costs, delays = self.problem.costs, self.problem.delays
         self.orders[rank].append(code)

@@ -1,4 +1,4 @@
-"""How long orders take: the simulator's answer, for orders in codes, in a fraction of its time."""
+"""The time and memory of orders given as codes, computed much faster than by the simulator."""
 
 from collections.abc import Sequence
 from math import inf
@@ -7,39 +7,39 @@ from typing import NamedTuple, TypeAlias
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver.problem import FORWARD, INPUT, WEIGHT, Order, Problem
 
-_SHARE_OF_OTHERS = 0.02  # It leads along where the latest rank stays the same.
+_SHARE_OF_OTHERS = 0.02  # Guides the search while the latest rank's time stays the same.
 
 # A position in the orders: rank and index.
 Place: TypeAlias = tuple[int, int]
 
 
 class Evaluation(NamedTuple):
-    """When ranks end, less their offsets; infinite if they wait for each other in a circle."""
+    """The ends of the ranks minus their offsets; infinite if the orders deadlock."""
 
     lateness: list[float]
     causes: list[list[Place | None]]
-    """What each action waited for: the action that sent it a message, or nothing but its rank."""
+    """For each action, the one whose message it waited for; None if it waited only for its rank."""
 
     @property
     def time(self) -> float:
-        """What the orders take, by the problem's clock."""
+        """The time of the orders, by the problem's clock."""
         return max(self.lateness)
 
     @property
     def cost(self) -> float:
-        """What decides which of two is better to go on from: the other ranks count a little too."""
+        """The measure that a search compares: the time, plus a little for all ranks."""
         return max(self.lateness) + _SHARE_OF_OTHERS * sum(self.lateness)
 
 
 def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
-    """Runs every action as early as its rank and its input allow.
+    """Run every action as early as its rank and its input allow.
 
     Messages take `problem.delays`, and none waits for another on its channel.
     """
     num_ranks, num_stages = problem.num_ranks, problem.num_stages
     durations, delays = problem.durations, problem.delays
     last = num_stages - 1
-    # By stage, for each microbatch that came so far: when, and from which action.
+    # By stage, for each microbatch that has arrived so far: when, and from which action.
     activations: list[list[float]] = [[] for _ in range(num_stages)]
     gradients: list[list[float]] = [[] for _ in range(num_stages)]
     activations_from: list[list[Place | None]] = [[] for _ in range(num_stages)]
@@ -103,10 +103,10 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
 
 
 def critical_blocks(timing: Evaluation) -> list[tuple[int, int, int]]:
-    """The actions that the time depends on: rank, first and last index, from the end back.
+    """Return the blocks of the critical path, the last first: rank, first and last index.
 
-    Each block runs without a gap, begins when a message comes and ends with the action that sends
-    the one which the block before it in the list waited for.
+    Each block runs without a gap. It begins when a message arrives, and ends with the action that
+    sends the message which the previous block in the list waited for.
     """
     rank = max(range(len(timing.lateness)), key=timing.lateness.__getitem__)
     last = len(timing.causes[rank]) - 1
@@ -123,13 +123,13 @@ def critical_blocks(timing: Evaluation) -> list[tuple[int, int, int]]:
 
 
 def fits(problem: Problem, rank: int, order: Order) -> bool:
-    """Whether an order has every I behind its F and every W behind its I, within the rank's cap."""
+    """Return whether every I is after its F and every W after its I, within the rank's cap."""
     peak = peak_memory(problem, order)
     return peak < inf and peak <= problem.caps[rank] * ROUNDING
 
 
 def peak_memory(problem: Problem, order: Order) -> float:
-    """The most that a rank holds; infinite if an I comes before its F, or a W before its I."""
+    """Return the most that a rank holds; infinite if an I is before its F or a W before its I."""
     after_forward, after_input = problem.costs.after_forward, problem.costs.after_input
     in_flight, pending = [0] * problem.num_stages, [0] * problem.num_stages
     held = most = 0.0

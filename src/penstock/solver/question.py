@@ -1,4 +1,4 @@
-"""What schedules are compared for."""
+"""The question that compared schedules answer: costs, shape, memory and clock."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Question:
     clock: Clock
 
     def problem(self, placement: Placement) -> Problem:
-        """What is asked of schedules with this placement."""
+        """Return the problem for schedules with this placement."""
         return Problem.of(
             self.costs.table(placement),
             placement,
@@ -31,7 +31,7 @@ class Question:
         )
 
     def describe_excess(self, problem: Problem, report: Report) -> str:
-        """What a simulated schedule needs more than there is; empty if it fits."""
+        """Describe the memory that a simulated schedule needs over a cap; empty if it fits."""
         over = problem.find_excess(report)
         if over is None:
             return ""

@@ -8,7 +8,7 @@ from penstock.schedules.generator import Shape
 
 
 def registered(placement: Placement, num_microbatches: int) -> Iterator[tuple[str, Schedule]]:
-    """Every registered schedule that has this placement and a backward, by name."""
+    """Yield every registered schedule that has this placement and a backward, with its name."""
     stages_per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
     if rest:
         return

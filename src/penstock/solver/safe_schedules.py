@@ -1,4 +1,4 @@
-"""Schedules for any placement that hold little memory, to run before costs are known."""
+"""Schedules for any placement that need little memory, to run before costs are known."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ from penstock.solver.registered_schedules import registered
 
 
 def safe_schedule(placement: Placement, num_microbatches: int) -> Schedule:
-    """The registered schedule for this placement that holds least, with full backwards.
+    """Return the registered schedule for this placement that holds least, with full backwards.
 
-    Where no algorithm is for the placement, one microbatch is under way at a time.
+    If no algorithm has this placement, run one microbatch at a time.
     """
     found = [
         whole
@@ -40,7 +40,7 @@ def safe_schedule(placement: Placement, num_microbatches: int) -> Schedule:
 def can_run(
     schedule: Schedule, costs: CostTable | None = None, memory: Sequence[float] | None = None
 ) -> bool:
-    """Whether a schedule verifies, within the memory of each rank if that is given."""
+    """Return whether a schedule verifies, within the memory of each rank if that is given."""
     try:
         schedule.verify(costs=costs, memory=memory)
     except ScheduleError:
@@ -49,7 +49,7 @@ def can_run(
 
 
 def one_at_a_time(placement: Placement, num_microbatches: int) -> Schedule:
-    """Every microbatch goes there and back before the next begins: no schedule holds less."""
+    """Return the schedule that ends each microbatch before the next begins: none holds less."""
     stages = range(placement.num_stages)
     orders: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
     for mb in range(num_microbatches):

@@ -1,4 +1,4 @@
-"""What a search found, and what it tried."""
+"""The result of a search, and the schedules it tried."""
 
 from dataclasses import dataclass
 from math import inf
@@ -18,36 +18,36 @@ class Tried:
     peak_memory: float
     fits: bool
     count: int
-    """How many schedules this is the best of."""
+    """The number of schedules that this is the best of."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SearchResult:
-    """The best schedule that was found, and how far it is from the best there could be.
+    """The best schedule that was found, and its distance from a proven bound.
 
-    `str()` is a table of what was tried.
+    `str()` returns a table of the schedules that were tried.
     """
 
     schedule: Schedule
     report: Report
-    """The schedule in the simulator."""
+    """The simulated report of the schedule."""
     clock: Clock
     lower_bound: float
     """No schedule for these costs, ranks, microbatches and memory is faster, by the clock."""
     tried: tuple[Tried, ...]
     seconds: float
-    """How long the search took."""
+    """The time that the search took."""
     is_complete: bool
-    """Whether it came to its end, or was stopped by its time budget."""
+    """True if the search ended by itself, False if its time budget stopped it."""
 
     @property
     def time(self) -> float:
-        """What the schedule takes, by the clock."""
+        """The time of the schedule, by the clock."""
         return self.report.makespan if self.clock == "makespan" else self.report.span
 
     @property
     def gap(self) -> float:
-        """By which share the schedule is slower than the bound: 0 is proven to be the best."""
+        """The share by which the schedule is slower than the bound: 0 is proven to be the best."""
         if self.lower_bound <= 0:
             return inf if self.time > 0 else 0.0
         gap = self.time / self.lower_bound - 1

@@ -1,4 +1,4 @@
-"""Running a module without leaving a trace in it."""
+"""Run a module and leave it as it was."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from penstock.torch_private import own_buffers
 
 @contextmanager
 def kept_as_it_was(module: nn.Module) -> Iterator[None]:
-    """Puts back what running a module changes: its buffers, and the random state."""
+    """Restore what running a module changes: its buffers, and the random state."""
     before = [(owner, dict(own_buffers(owner))) for owner in module.modules()]
     values = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:

@@ -1,1 +1,1 @@
-"""A page to play with: what is changed on it is drawn and compared at once."""
+"""The studio: a page where changed numbers are drawn and compared at once."""

@@ -1,4 +1,4 @@
-"""What is on the page as Python, ready to be run."""
+"""Write the page's schedule and costs as Python, ready to run."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,10 @@ from penstock.studio.typed_inputs import Inputs
 
 
 def python_text(inputs: Inputs, name: str, schedule: Schedule) -> str:
-    """Makes the same schedule, unless a search ran out of time, and simulates it as on the page."""
+    """Return Python that makes the schedule on the page and simulates it.
+
+    The schedule is the same, unless a search ran out of time.
+    """
     placement = schedule.placement
     costs = _call("penstock.CostTable", _cost_arguments(inputs.question.costs.table(placement)))
     made = (
@@ -71,14 +74,14 @@ def _cost_arguments(costs: CostTable) -> dict[str, str]:
 
 
 def _list(values: Sequence[float]) -> str:
-    """All values, in short where they are the same."""
+    """Return the values as a list, shortened if they are all the same."""
     if len(values) > 1 and len(set(values)) == 1:
         return f"[{values[0]!r}] * {len(values)}"
     return repr(list(values))
 
 
 def _call(function: str, arguments: dict[str, str]) -> str:
-    """On one line if there is room, or else with a line for each argument."""
+    """Return a call on one line if it fits, or else with one line per argument."""
     parts = [f"{name}={value}" if name else value for name, value in arguments.items()]
     line = f"{function}({', '.join(parts)})"
     if len(line) <= 80:

@@ -1,4 +1,4 @@
-"""When each action of a schedule starts and ends, simulated or measured."""
+"""The start and end of each action of a schedule, simulated or measured."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from penstock.ir import Schedule
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
-    """When each action starts and ends: `starts[rank][position]`, in step with the orders."""
+    """The start and end of each action: `starts[rank][position]`, as in the orders."""
 
     schedule: Schedule
     starts: tuple[tuple[float, ...], ...]

@@ -1,5 +1,5 @@
-"""A language model, a text and a trainer: what `penstock train` runs.
+"""The language model, text and trainer that `penstock train` runs.
 
-What needs no torch is in files of its own (settings, text, orders, saved, launch), so that the
-command line can check all options before it starts any process.
+The files that do not need torch are separate (settings, text, orders, saved, launching), so that
+the command line can check all options before it starts any process.
 """

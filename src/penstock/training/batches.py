@@ -1,4 +1,4 @@
-"""Numbers drawn from names, so that they depend neither on ranks nor on what was drawn before."""
+"""Random numbers that depend on a seed and a name, not on ranks or earlier draws."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ from penstock.training.text import Text
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """Random numbers that belong to a name."""
+    """Return the generator of random numbers for a seed and a name."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
 
@@ -22,7 +22,7 @@ class Batches:
         self._context, self._batch, self._seed = context, batch, seed
 
     def of(self, step: int) -> tuple[Tensor, Tensor]:
-        """The tokens of a step, and those that follow each of them."""
+        """Return the tokens of a step, and the token that follows each of them."""
         generator = generator_for(self._seed, f"batch {step}")
         last = len(self._tokens) - self._context
         starts = torch.randint(last, (self._batch, 1), generator=generator)

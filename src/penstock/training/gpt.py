@@ -1,7 +1,8 @@
 """A GPT that reads bytes, and its stages.
 
-The model is made on the meta device and cut there. Only a rank's own stages get values, each
-parameter by its name, so the model is the same however it is cut, and no rank holds it whole.
+The model is made on the meta device and cut there. Each rank gives values only to its own stages.
+The values of a parameter depend on its name, so the model is the same however it is cut. No rank
+holds the whole model.
 """
 
 import math
@@ -21,7 +22,7 @@ LAYERS = ("embed", "blocks", "head")
 
 
 class Gpt(nn.Module):
-    """A decoder: an embedding, blocks, and a head that says which byte comes next."""
+    """A decoder: an embedding, blocks, and a head that predicts the next byte."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Gpt(nn.Module):
 
 
 class Embed(nn.Module):
-    """What each byte is, and where it stands."""
+    """The embedding of bytes and of their positions."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a perceptron, each after a norm and around a bypass."""
+    """Causal attention, then an MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """How likely each byte is to come next."""
+    """The logits of the next byte."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -88,12 +89,12 @@ class Head(nn.Module):
 
 
 def loss_of(logits: Tensor, target: Tensor) -> Tensor:
-    """The mean over all tokens of how unlikely the next byte was."""
+    """Return the mean cross-entropy over all tokens."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def cut(config: GptConfig, placement: Placement, *, microbatch: int) -> CutModel:
-    """The model's stages, without values, balanced by what their shapes cost."""
+    """Cut the model into stages without values, balanced by costs counted from shapes."""
     with torch.device("meta"):
         model = Gpt(config)
         example = torch.zeros(microbatch, config.context, dtype=torch.long)
@@ -111,7 +112,7 @@ def build_stages(
     device: torch.device,
     group: Group = None,
 ) -> list[PipelineStage]:
-    """The stages of a rank, with their first values."""
+    """Return the stages of a rank, with their initial values."""
     stages = []
     for index in placement.stages_of(rank):
         module = pipe.get_stage_module(index).to_empty(device=device)
@@ -122,16 +123,16 @@ def build_stages(
 
 @torch.no_grad()
 def initialise(module: nn.Module, config: GptConfig, seed: int) -> None:
-    """The first values of a model or a part of it; they follow from the seed and the names."""
+    """Set the initial values of a model or a part of it, by the seed and the names."""
     for name, parameter in module.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
         elif parameter.dim() == 1:  # The scale of a norm.
             parameter.fill_(1)
         else:
-            # What is added to the bypass is small at first, however many blocks add to it.
+            # The residual sum stays small at first, however many blocks add to it.
             depth = math.sqrt(2 * config.num_layers) if "_out." in name else 1
-            # Drawn on the CPU: every device has the same values.
+            # Drawn on the CPU, so that every device has the same values.
             values = torch.empty(parameter.shape)
             values.normal_(std=0.02 / depth, generator=generator_for(seed, name))
             parameter.copy_(values)

@@ -1,7 +1,7 @@
-"""Trains one model by several schedules in turn, so that only the schedule can make a difference.
+"""Train one model by several schedules in turn, so that only the schedules differ.
 
 All start from the same weights and see the same batches. They take turns step by step, because the
-machine may be slower in one minute than in the next; each is recorded.
+speed of the machine may change from one minute to the next. Each is recorded.
 """
 
 import statistics
@@ -23,7 +23,7 @@ _TURN = "to take turns with the next schedule"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One of the schedules, and how it did."""
+    """One of the schedules, with its steps and its recording."""
 
     schedule: str
     steps: tuple[StepDone, ...]
@@ -35,12 +35,12 @@ class Contender:
 
     @property
     def step_s(self) -> float:
-        """The median."""
+        """The median time of a step."""
         return statistics.median(done.duration_s for done in settled(self.steps))
 
     @property
     def tokens_per_s(self) -> float:
-        """The median."""
+        """The median over the steps."""
         return statistics.median(done.tokens_per_s for done in settled(self.steps))
 
 
@@ -52,15 +52,15 @@ def train_side_by_side(
     device: torch.device | str = "cpu",
     on_step: Callable[[str, StepDone], None] = lambda schedule, done: None,
 ) -> list[Contender]:
-    """Train by the schedule of each config; every rank calls it, and rank 0 gets the results.
+    """Train by the schedule of each config; every rank calls this, and rank 0 gets the results.
 
-    The configs differ in their schedules and in the files they record to, and in nothing else.
+    The configs differ only in their schedules and in the files they record to.
     """
     with connected(group, torch.device(device)) as comm:
         runs = [RankTraining(config, text, comm, group, torch.device(device)) for config in configs]
         steps: list[list[StepDone]] = [[] for _ in configs]
         for number in range(1, configs[0].steps + 1):
-            # Who follows whom may matter to caches: they swap places in every round.
+            # The order may matter to caches, so it is reversed in every round.
             for place in _in_turn(len(runs), number):
                 done = _step_of_all(runs[place], number, comm)
                 if done is not None:
@@ -77,7 +77,7 @@ def train_side_by_side(
 
 
 def _step_of_all(run: RankTraining, number: int, comm: AbstractComm) -> StepDone | None:
-    """A step, timed from when all ranks can begin to when all have ended."""
+    """Run a step, timed from when all ranks can begin to when all have ended."""
     comm.gather(None, _TURN)
     began_s = time.perf_counter()
     done = run.step(number)

@@ -1,4 +1,4 @@
-"""The trainer: what each rank does from the first step to the last."""
+"""The trainer: the work of each rank from the first step to the last."""
 
 import math
 import statistics
@@ -30,33 +30,33 @@ from penstock.training.text import Text
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step that is over, as rank 0 tells of it."""
+    """A finished step, as rank 0 reports it."""
 
     step: int
-    """Its number, from 1 on."""
+    """The number of the step, from 1 on."""
     loss: float
-    """The mean over its microbatches, before the weights changed."""
+    """The mean over the microbatches, before the weights changed."""
     duration_s: float
     tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of a run."""
+    """The result of a run."""
 
     steps: tuple[StepDone, ...]
-    """On rank 0; the other ranks do not know the losses."""
+    """The finished steps on rank 0; empty on other ranks, which do not know the losses."""
     schedule: Schedule
-    """What a next step would run."""
+    """The schedule that the next step would run."""
 
     @property
     def tokens_per_s(self) -> float:
-        """The median."""
+        """The median over the steps."""
         return statistics.median(done.tokens_per_s for done in settled(self.steps))
 
 
 def settled(steps: Sequence[StepDone]) -> Sequence[StepDone]:
-    """Without the first, in which the ranks find each other; unless it is alone."""
+    """Return the steps without the first, in which the ranks connect, unless it is the only one."""
     return steps[1:] or steps
 
 
@@ -68,7 +68,7 @@ def train(
     device: torch.device | str = "cpu",
     on_step: Callable[[StepDone], None] = lambda done: None,
 ) -> Trained:
-    """Train a model; every rank calls it with the same config and text.
+    """Train a model; every rank calls this with the same config and text.
 
     The ranks are those of `group`, as for a PipelineStage. `on_step` is called on rank 0 after
     each step.
@@ -95,7 +95,7 @@ def train(
 
 @contextmanager
 def connected(group: Group, device: torch.device) -> Iterator[AbstractComm]:
-    """Messages beside those of the pipeline; whatever is raised in here is told to all ranks."""
+    """Connect the ranks for messages of the trainer; an error in the block reaches all ranks."""
     comm: AbstractComm
     if isinstance(group, LocalGroup):
         comm = group.connect()
@@ -103,7 +103,7 @@ def connected(group: Group, device: torch.device) -> Iterator[AbstractComm]:
         comm = ProcessGroupComm(group, device, DEFAULT_TIMEOUT_S)
     try:
         yield comm
-        # Nobody leaves while another may still read from it.
+        # No rank leaves while another may still read from it.
         comm.gather(None, "to end the training")
         comm.close()
     except BaseException as error:
@@ -112,7 +112,7 @@ def connected(group: Group, device: torch.device) -> Iterator[AbstractComm]:
 
 
 class RankTraining:
-    """One rank's stages, and what it takes to train them."""
+    """One rank's stages, with the optimizer, pipeline and batches to train them."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class RankTraining:
         self._device = device
 
     def _resume(self, text: Text) -> int:
-        """Go on from the last checkpoint; returns its step."""
+        """Load the last checkpoint; return its step."""
         folder = Path(self._config.checkpoint)
         found = find_latest(folder)
         check_same(found, self._config, text)
@@ -160,7 +160,7 @@ class RankTraining:
         return found.step
 
     def step(self, number: int) -> StepDone | None:
-        """Run one step, and save it if it is time; rank 0 gets to know how it went."""
+        """Run one step, and save a checkpoint if one is due; return the result on rank 0."""
         began_s = time.perf_counter()
         tokens, target = (batch.to(self._device) for batch in self._batches.of(number))
         losses: list[Tensor] = []
@@ -182,7 +182,7 @@ class RankTraining:
         return bool(self._config.checkpoint) and is_due
 
     def finish(self) -> Recording | None:
-        """After the last step; returns the recording, if there is to be one."""
+        """End the run after the last step; return the recording, if one was asked for."""
         self._line.finish()
         recording = self.pipeline.recording() if self._config.record else None
         if recording is not None and self._comm.rank == 0:
@@ -192,10 +192,10 @@ class RankTraining:
 
 
 class _LossLine:
-    """Takes the loss from the rank of the last stage to rank 0; no other rank waits for it.
+    """The channel for the loss, from the rank of the last stage to rank 0; no other rank waits.
 
-    A step of a zero-bubble schedule begins on each rank as soon as its last has ended there, so
-    the ranks must not meet after each step.
+    In a zero-bubble schedule, each rank begins a step as soon as its previous step has ended, so
+    the ranks must not synchronise after each step.
     """
 
     def __init__(self, comm: AbstractComm, source: Rank, device: torch.device) -> None:
@@ -205,7 +205,7 @@ class _LossLine:
             comm.open([Channel(source, 0)])
 
     def tell(self, step: int, losses: list[Tensor]) -> float:
-        """The loss, as far as this rank knows it."""
+        """Return the loss on rank 0 and on the rank that computes it, and nan on others."""
         loss = torch.full((1,), math.nan, device=self._device)
         if self._comm.rank == self._source:
             loss = torch.stack(losses).mean().reshape(1)
@@ -222,7 +222,7 @@ class _LossLine:
         return loss.item()
 
     def finish(self) -> None:
-        """Wait until what was sent has been taken."""
+        """Wait until rank 0 has received all losses that were sent."""
         for transfer, _ in self._sent:
             transfer.wait(lambda: "rank 0 to take a loss")
         self._sent.clear()

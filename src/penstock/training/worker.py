@@ -1,4 +1,4 @@
-"""A process that is one rank of a run, however it was started."""
+"""The work of a process that is one rank of a run."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,22 +13,22 @@ from penstock.training.trainer import StepDone, Trained, train
 
 
 def work(config: TrainConfig, text: Text, on_step: Callable[[StepDone], None]) -> Trained:
-    """Be a rank of a training."""
+    """Train as one rank."""
     with joined() as device:
         return train(config, text, device=device, on_step=on_step)
 
 
 @contextmanager
 def joined() -> Iterator[torch.device]:
-    """Joins the other ranks, which the environment tells how to find; gives the device to use."""
+    """Join the other ranks by the variables in the environment; yield the device to use."""
     device = _choose_device()
     dist.init_process_group("gloo" if device.type == "cpu" else None)
     yield device
-    dist.destroy_process_group()  # Not after an error: the other ranks may never come to it.
+    dist.destroy_process_group()  # Not after an error: the other ranks may never reach this.
 
 
 def _choose_device() -> torch.device:
-    """An accelerator of its own, if there is one for each rank of this machine; or the CPU."""
+    """Return an accelerator if there is one for each rank of this machine, else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if found is None or found.type != "cuda" or torch.accelerator.device_count() < num_here:

@@ -11,11 +11,11 @@ from penstock.passes.held_memory import cap_of_each_rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Find the schedule while training: measure the first steps, then search for the best one.
+    """A schedule to find while training: measure the first steps, then search for the best one.
 
     Each rank may hold `memory` bytes for its microbatches: a number, or one for each rank. Times
     are measured in `measure_steps` steps with split and as many with full backwards, and the
-    search takes `seconds` at most. With `replan_when=0.2`, all of this is done again when times
+    search takes at most `seconds`. With `replan_when=0.2`, all of this is done again when times
     have changed by more than 20 %.
 
     >>> Auto(memory=2e9)
@@ -57,11 +57,11 @@ class Auto:
 
 
 def _plain(memory: Any) -> Any:
-    """Floats for numbers of any kind, so that ranks that mean the same agree."""
+    """Return floats for numbers of any kind, so that ranks with equal values agree."""
     if isinstance(memory, Iterable) and not isinstance(memory, str | bytes | Mapping | Set):
         try:
             return tuple(map(_plain, memory))
-        except TypeError:  # An array of no dimensions.
+        except TypeError:  # A zero-dimensional array.
             return float(memory)  # type: ignore[arg-type]
     return float(memory) if isinstance(memory, Real) else memory
 

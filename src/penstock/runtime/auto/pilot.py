@@ -1,4 +1,4 @@
-"""What decides which schedule a pipeline runs, where that is found out while it runs."""
+"""The pilot, which chooses the schedules of a pipeline while it runs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from penstock.runtime.messages.forms import Form
 
 
 class AbstractPilot(ABC):
-    """Chooses the schedule of each step. Every rank has one, and all of them choose alike."""
+    """A pilot, which chooses the schedule of each step. All ranks' pilots choose the same."""
 
     @property
     @abstractmethod
     def options(self) -> str:
-        """What must be the same on all ranks, in words."""
+        """The options that must be the same on all ranks, in words."""
 
     @abstractmethod
     def start(
@@ -28,19 +28,19 @@ class AbstractPilot(ABC):
         placement: Placement,
         num_microbatches: int,
     ) -> Schedule:
-        """The ranks have met; returns the schedule of the first step."""
+        """Start once the ranks have met; return the schedule of the first step."""
 
     @abstractmethod
     def make_observer(self) -> Observer:
-        """What is to watch the next step."""
+        """Return the observer of the next step."""
 
     @abstractmethod
     def end_step(self, observer: Observer, forms: Mapping[Message, Form]) -> Schedule:
-        """A step has ended; returns the schedule of the next. It may talk to the other ranks."""
+        """End a step, perhaps with messages to other ranks; return the schedule of the next."""
 
 
 def gathered_placement(held: Sequence[Sequence[StageId]], num_stages: int) -> Placement:
-    """The placement by which each rank holds the stages that it was given."""
+    """Return the placement in which each rank holds the stages that it was given."""
     ranks_of: list[list[int]] = [[] for _ in range(num_stages)]
     for rank, stages in enumerate(held):
         for stage in stages:

@@ -1,1 +1,1 @@
-"""What stages and messages cost, measured in real steps."""
+"""The costs of stages and messages, measured in real steps."""

@@ -1,4 +1,4 @@
-"""How long messages take between real ranks: the same messages as in a step, there and back."""
+"""Times of messages between real ranks: the messages of a step, sent there and back."""
 
 import statistics
 import time
@@ -23,18 +23,18 @@ _PAUSE_S = 2e-3
 
 
 class Edge(NamedTuple):
-    """What messages between two neighbouring stages take, on average of both directions."""
+    """The times of messages between two neighbouring stages, averaged over both directions."""
 
     cost: EdgeCost
-    """Its delay: seconds from sending to being there, less what its receiver has to do then."""
+    """Its delay: seconds from sending to arrival, without the receiver's own work."""
     receipt_s: float
-    """What it takes to receive a message that is there already."""
+    """The time to take a message that has already arrived."""
 
 
 def measure_edges(
     comm: AbstractComm, device: torch.device, placement: Placement, forms: Mapping[Message, Form]
 ) -> dict[int, Edge]:
-    """The edges that this rank has an end of; all ranks must call it.
+    """Measure the edges that this rank has an end of; all ranks must call it.
 
     `forms` has the form of the first microbatch's activation on each such edge between ranks.
     """
@@ -62,7 +62,7 @@ class _Ping:
     other: Rank
 
     def measure(self, *, is_first: bool) -> Edge:
-        """The first end sends and waits for the answer; the other answers. Both get the result."""
+        """Measure the edge: the first end sends, the other answers, and both get the result."""
         what = "the time of a message"
         if not is_first:
             began_s = now_s(self.device)
@@ -71,7 +71,7 @@ class _Ping:
                 self._send()
             took_s = now_s(self.device) - began_s
             posted = [self._post() for _ in range(_NUM_PINGS)]
-            # As many as were there and back in this time: they are there before they are awaited.
+            # As many went there and back in this time, so all arrive before they are awaited.
             time.sleep(max(took_s, _PAUSE_S))
             receipt_s = statistics.median(map(self._take, posted))
             send_value(self.comm, self.device, self.other, receipt_s, what)
@@ -90,7 +90,7 @@ class _Ping:
         return edge
 
     def _ping(self) -> tuple[float, float]:
-        """The times of a round trip, and of its first send."""
+        """Return the times of a round trip, and of its first send."""
         time.sleep(_PAUSE_S)
         began_s = now_s(self.device)
         transfers = self._start_sending()
@@ -117,7 +117,7 @@ class _Ping:
         return [self.comm.recv(tensor, self.other) for tensor in self.tensors]
 
     def _take(self, transfers: list[Transfer]) -> float:
-        """Wait for what was posted; returns how long that took."""
+        """Wait for what was posted; return how long that took."""
         began_s = now_s(self.device)
         for transfer in transfers:
             transfer.wait(lambda: f"a message that is timed, from rank {self.other}")

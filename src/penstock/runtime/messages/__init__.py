@@ -1,1 +1,1 @@
-"""What travels between stages: its form, whether it can be sent, and one step's messages."""
+"""Messages between stages: their forms, what can be sent, and the messages of one step."""

@@ -1,1 +1,1 @@
-"""When each action of real steps began and ended, on all ranks by one clock."""
+"""The start and end of each action of real steps, for all ranks on one clock."""

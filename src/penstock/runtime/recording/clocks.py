@@ -1,4 +1,4 @@
-"""How far the clocks of two ranks are apart, which may be on two machines."""
+"""The difference between the clocks of two ranks, which may be on two machines."""
 
 import time
 
@@ -12,10 +12,11 @@ _NUM_ROUNDS = 15
 
 
 def seconds_ahead(comm: AbstractComm, device: torch.device) -> float:
-    """By how much this rank's `time.perf_counter` is ahead of rank 0's; all ranks must call it.
+    """Return the seconds by which this rank's `time.perf_counter` is ahead of rank 0's.
 
-    Rank 0 asks each rank for its time, again and again. In the quickest round the answer was given
-    in the middle of it, but for half of what the round took: that bounds the error.
+    All ranks must call it. Rank 0 asks each rank for its time, several times. In the quickest
+    round, it assumes that the answer was given in the middle. The error is at most half the time
+    of that round.
     """
     comm.open(channels_of_rank_0(comm.num_ranks))
     if comm.rank == 0:

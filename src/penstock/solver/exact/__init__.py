@@ -1,4 +1,4 @@
-"""The exact solver, for small problems; needs OR-tools: `pip install 'penstock[exact]'`."""
+"""The exact solver for small problems; it needs OR-tools: `pip install 'penstock[exact]'`."""
 
 from penstock.solver.exact.incumbent import ExactProgress
 from penstock.solver.exact.solution import ExactResult, print_progress, solve

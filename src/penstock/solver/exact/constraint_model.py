@@ -1,12 +1,12 @@
-"""The problem as CP-SAT sees it: variables, constraints, hints, and a schedule out of a solution.
+"""The CP-SAT model of a problem: variables, constraints, hints, and the schedule of a solution.
 
 On each stage forwards run in the order of the microbatches, and so do input backwards (a full
-backward counts as one) and weight backwards. Nothing is lost by it, because microbatches are alike.
-Take any schedule, and on each stage call the k-th forward that runs that of microbatch k, the k-th
-backward that of microbatch k, and the k-th weight backward that of the k-th backward that has one.
-Times and memory stay as they are, and nothing comes before what it waits for: when k actions of one
-kind have started, k of the kind that they wait for had ended, and the first k to do so are now the
-microbatches 0 to k - 1.
+backward counts as one) and weight backwards. This excludes no best time: microbatches are alike.
+Take any schedule and renumber the microbatches on each stage. The k-th forward and the k-th
+backward are now those of microbatch k, and the k-th weight backward is that of the k-th backward
+that has one. Times and memory stay the same, and nothing comes before what it waits for. When k
+actions of one kind have started, k of the kind they wait for had ended, and the first k of these
+are now those of the microbatches 0 to k - 1.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ class _Cell(NamedTuple):
 
 
 class Model:
-    """Variables and constraints for `problem`; `time` is what is made small."""
+    """The variables and constraints for `problem`; the solver minimises `time`."""
 
     def __init__(self, problem: TickProblem) -> None:
         self.cp = cp_model.CpModel()
@@ -86,7 +86,7 @@ class Model:
         return cell
 
     def _weight_end(self, stage: StageId, mb: MicrobatchId) -> cp_model.LinearExpr:
-        """Where there is no weight backward, one that takes no time, right after the full one."""
+        """Return when W ends; a full backward counts as followed by a W that takes no time."""
         cell, weight = self._cells[stage][mb], self._problem.backward_weight[stage]
         return cell.weight_start + weight - weight * cell.is_fused
 
@@ -128,7 +128,7 @@ class Model:
             )
 
     def _forbid_overtaking(self, slow: "_Flow", quick: "_Flow") -> None:
-        """What is sent after a message with a longer delay arrives no earlier than that one."""
+        """Require that a message sent after one with a longer delay arrives no earlier than it."""
         for early in slow.sends:
             for late, need in zip(quick.sends, quick.needs, strict=True):
                 is_behind = self.cp.new_bool_var("")
@@ -137,9 +137,9 @@ class Model:
                 self.cp.add(late < early).only_enforce_if(~is_behind)
 
     def _limit_memory(self, memory: RankMemory) -> None:
-        """An activation from the start of F to the end of I or B, what W needs from there on.
+        """Count an activation from the start of F to the end of I or B, then what W needs.
 
-        Intervals have no end point: what ends at a time is gone for what starts then.
+        Intervals exclude their end: memory that is freed at a time can be used by what starts then.
         """
         cp, intervals, demands = self.cp, [], []
         for stage in memory.after_forward:
@@ -159,7 +159,7 @@ class Model:
         cp.add_cumulative(intervals, demands, memory.cap)
 
     def _bound_time(self) -> None:
-        """The time is that of the last end, and at least a rank's work and what comes before it."""
+        """Bound `time` by each rank's last end, and by its head plus its work."""
         problem, heads = self._problem, self._problem.heads()
         for rank, offset in enumerate(problem.offsets):
             stages = problem.placement.stages_of(rank)
@@ -174,7 +174,7 @@ class Model:
             self.cp.add(self._cells[stages[0]][0].forward_start >= heads[stages[0]])
 
     def hint(self, schedule: Schedule) -> None:
-        """Lets the search begin with `schedule`, which has no communication and no overlaps."""
+        """Start the search from `schedule`, which has no communication and no overlaps."""
         problem = self._problem
         timed = sorted(
             simulate(self._split_what_must_be(schedule), problem.as_costs()).actions(),
@@ -196,7 +196,7 @@ class Model:
                     self.cp.add_hint(variable, int(value))
 
     def _split_what_must_be(self, schedule: Schedule) -> Schedule:
-        """The schedule with the halves of each full backward that the problem does not offer."""
+        """Return the schedule with each full backward split on stages that may not fuse."""
         orders: list[list[Action]] = []
         for order in schedule.orders:
             orders.append([])
@@ -209,7 +209,7 @@ class Model:
         return Schedule(orders, schedule.placement, schedule.num_microbatches)
 
     def read(self, value: Callable[[cp_model.IntVar], int]) -> Schedule:
-        """The schedule of a solution, in which `value` gives what a variable is."""
+        """Return the schedule of a solution; `value` returns the value of a variable."""
         problem = self._problem
         timed: list[list[tuple[int, Action]]] = [[] for _ in problem.offsets]
         for stage, cells in enumerate(self._cells):

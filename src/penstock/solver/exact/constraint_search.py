@@ -1,4 +1,4 @@
-"""Runs CP-SAT on a problem, and passes on what it finds while it runs."""
+"""Run CP-SAT on a problem, and pass on what it finds while it runs."""
 
 from ortools.sat.python import cp_model
 
@@ -10,7 +10,7 @@ _SMALL = 10**4
 
 
 def search(problem: TickProblem, incumbent: Incumbent, seconds: float) -> None:
-    """Improves `incumbent` until it is proven to be the best, or for `seconds`."""
+    """Improve `incumbent` until it is proven to be the best, or for `seconds`."""
     model = Model(problem)
     model.hint(incumbent.schedule)
     solver = cp_model.CpSolver()
@@ -34,9 +34,9 @@ def _has_small_numbers(problem: TickProblem) -> bool:
 
 
 class _Watch(cp_model.CpSolverSolutionCallback):
-    """Hears of each solution and bound.
+    """The callback for each solution and bound.
 
-    An exception must not pass through the solver: it ends the search and is raised after it.
+    An exception must not pass through the solver: it ends the search and is raised afterwards.
     """
 
     def __init__(

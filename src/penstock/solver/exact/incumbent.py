@@ -1,4 +1,4 @@
-"""What the exact solver has so far."""
+"""The best schedule and bound that the exact solver has found so far."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from penstock.timeline import Report
 
 
 class ExactProgress(NamedTuple):
-    """How far the solver has come: times in the unit of the costs, and its own in seconds."""
+    """The progress of the solver: times in the unit of the costs, and its own time in seconds."""
 
     best: float
     lower_bound: float
@@ -19,7 +19,7 @@ class ExactProgress(NamedTuple):
 
 
 class Incumbent:
-    """The best schedule so far and the best bound; `progress` hears of both as they improve."""
+    """The best schedule and bound so far; `progress` is called when either improves."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class Incumbent:
 
     @property
     def time(self) -> float:
-        """The time of the best schedule, by the clock that counts."""
+        """The time of the best schedule, by the problem's clock."""
         return self._problem.time_of(self.report)
 
     @property
     def seconds(self) -> float:
-        """Since the search began."""
+        """The time since the search began."""
         return time.monotonic() - self._began
 
     def offer(self, schedule: Schedule) -> None:
-        """Takes a schedule if it is better and keeps to the caps."""
+        """Keep a schedule if it is better and within the caps."""
         report = simulate(schedule, self._problem.costs)
         is_better = self._problem.time_of(report) < self.time
         if is_better and self._problem.find_excess(report) is None:
@@ -56,7 +56,7 @@ class Incumbent:
             self._tell()
 
     def raise_bound(self, bound: float) -> None:
-        """Takes a bound if it is better."""
+        """Keep a bound if it is better."""
         if bound > self.lower_bound:
             self.lower_bound = bound
             self._tell()

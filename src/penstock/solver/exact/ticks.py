@@ -1,12 +1,12 @@
-"""A scheduling problem in whole numbers, and how its times relate to the real ones.
+"""A scheduling problem in whole numbers, and the conversion of its times to real ones.
 
-Every time is a number of ticks. Where the times have a common unit nothing is lost. Where they
-have none, they are rounded down, so that no order takes longer in ticks than in truth: a lower
-bound in ticks is one in truth.
+Every time is a number of ticks. If the times have a common unit, the ticks are exact. Otherwise
+they are rounded down, so that no order takes longer in ticks than in real time. So a lower bound in
+ticks is also a lower bound in real time.
 
-Actions that take no time at all would leave the order of a rank open, and with it the memory.
-With z of them, a tick becomes z + 1 ticks and each of them takes one. An order then takes at most z
-ticks longer than it should, which is less than one of the former ticks: dividing takes it away.
+Actions that take no time would leave the order of a rank undecided, and so its memory. With z such
+actions, a tick becomes z + 1 ticks and each such action takes one. An order then takes at most z
+ticks too long, which is less than one of the former ticks; the division by z + 1 removes it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,14 @@ from penstock.solver.exact.whole_units import to_units
 from penstock.solver.problem import Problem
 
 _MOST_TICKS = 10**7  # The longest time, if times are rounded.
-_MOST_MEMORY = 10**6  # The most that a microbatch holds of a stage, if memory is rounded.
+_MOST_MEMORY = 10**6  # The most that a microbatch holds on a stage, if memory is rounded.
 _MOST_AREA = 2**61  # The solver multiplies memory by time, in 64 bits.
 _ROUNDING = 1e-9  # Share by which sums of the same numbers may differ.
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one microbatch holds of each stage of a rank, and what the rank can hold."""
+    """The memory of one microbatch on each stage of a rank, and the cap of the rank."""
 
     rank: Rank
     cap: int
@@ -36,7 +36,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class TickProblem:
-    """What is to be scheduled, in ticks."""
+    """The problem to schedule, in ticks."""
 
     placement: Placement
     num_microbatches: int
@@ -46,36 +46,36 @@ class TickProblem:
     backward: tuple[int, ...]
     delay: tuple[int, ...]
     may_fuse: tuple[bool, ...]
-    """Whether a full backward of the stage can be better than its halves."""
+    """By stage: True if a full backward can be better than its halves."""
     offsets: tuple[int, ...]
-    """When the clock of each rank starts; rounded up, so that a time by it is rounded down."""
+    """The offset of each rank, rounded up so that times are rounded down."""
     memory: tuple[RankMemory, ...]
-    """Of the ranks whose cap matters."""
+    """The memory of each rank whose cap could be exceeded."""
     tick: float
     ticks_per_unit: int
     num_instant: int
 
     def to_lower_bound(self, ticks: float) -> float:
-        """The real time that every order takes if none takes fewer `ticks`."""
-        # Bounds of the solver are whole numbers, which it hands out as floats.
+        """Return the least real time of any order, if none takes fewer than `ticks`."""
+        # Bounds of the solver are whole numbers, which it returns as floats.
         least = ceil(ticks - 1e-6) - self.num_instant
         return max(0, ceil(least / self.ticks_per_unit)) * self.tick
 
     def heads(self) -> list[int]:
-        """When the first forward of each stage can start."""
+        """Return when the first forward of each stage can start."""
         starts = [0]
         for stage, time in enumerate(self.forward[:-1]):
             starts.append(starts[-1] + time + self.delay[stage])
         return starts
 
     def horizon(self) -> int:
-        """A time within which everything fits, one action after another."""
+        """Return a time in which all actions could run one after another."""
         halves = map(sum, zip(self.backward_input, self.backward_weight, strict=True))
         longest = map(max, self.backward, halves)
         return self.num_microbatches * (sum(self.forward) + sum(longest) + 2 * sum(self.delay))
 
     def as_costs(self) -> CostTable:
-        """The times in ticks, for the simulator; its sums of whole numbers are exact."""
+        """Return the times in ticks, for the simulator; its sums of whole numbers are exact."""
         return CostTable(
             forward=self.forward,
             backward_input=self.backward_input,
@@ -86,7 +86,7 @@ class TickProblem:
 
 
 def to_ticks(problem: Problem) -> TickProblem:
-    """The problem in ticks; memory that has no common unit is rounded down too."""
+    """Return the problem in ticks; memory without a common unit is rounded down too."""
     costs, placement, num_microbatches = problem.costs, problem.placement, problem.num_microbatches
     delay = problem.delays
     num_stages = placement.num_stages
@@ -122,7 +122,7 @@ def to_ticks(problem: Problem) -> TickProblem:
 
 
 def _memory(problem: TickProblem, costs: CostTable, caps: Sequence[float]) -> Iterator[RankMemory]:
-    """What limits the ranks whose cap is less than all microbatches can hold together."""
+    """Yield the memory of ranks whose cap is less than all microbatches can hold together."""
     for rank, cap in enumerate(caps):
         stages = problem.placement.stages_of(rank)
         held = [*(costs.after_forward[s] for s in stages), *(costs.after_input[s] for s in stages)]

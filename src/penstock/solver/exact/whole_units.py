@@ -1,4 +1,4 @@
-"""Whole numbers for a solver that knows no others."""
+"""Conversion to whole numbers, for a solver that accepts no others."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -17,8 +17,10 @@ class Units(NamedTuple):
 
 
 def to_units(values: Sequence[float], most: int) -> Units:
-    """`values` in the largest unit of which each is a whole number, if the largest value is at most
-    `most` of it. Otherwise the largest value is `most` units, and the others are rounded down.
+    """Return `values` as whole numbers of one unit, exactly if that is possible.
+
+    It is possible if they have a common unit of which the largest value is at most `most`.
+    Otherwise the largest value is `most` units, and the others are rounded down.
 
     >>> to_units([0.5, 0.75, 0.0], most=1000)
     Units(unit=0.25, counts=(2, 3, 0))
