@@ -192,7 +192,7 @@ def test_engine_forward_without_gradients_cannot_be_run_backward() -> None:
 
 RELEASED = (
     r"^the graph of the stage outputs \(of shape \(3, 4\) and torch.float32\) has been released by "
-    r"an earlier backward\. A backward needs a forward of its own"
+    r"an earlier backward\. Each backward needs its own forward"
 )
 
 
@@ -353,7 +353,7 @@ def test_weights_of_another_module_are_rejected() -> None:
 
 MODIFIED = (
     r"^an activation or gradient of shape .* that the weight backward needs was modified in place "
-    r"after the input backward\. .* give each microbatch buffers of its own"
+    r"after the input backward\. .* give each microbatch its own buffers"
 )
 PRODUCTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(4, 4, bias=False), (3, 4)),

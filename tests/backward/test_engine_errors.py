@@ -80,8 +80,8 @@ def test_backward_directly_on_the_engines_outputs_is_refused(
     ):
         with pytest.raises(
             BackwardError,
-            match=r"^a backward reached the graph of a SplitEngine's forward, in which the weights "
-            r"take no part, .* Call its backward_input\(\) or backward\(\)",
+            match=r"^a backward reached the graph of a SplitEngine's forward, which does not "
+            r"contain the weights, .* Call its backward_input\(\) or backward\(\)",
         ):
             run()
     assert all(param.grad is None for param in model.parameters())

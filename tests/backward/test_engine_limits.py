@@ -86,7 +86,7 @@ class SelfDifferentiating(nn.Module):
 
 def test_module_that_differentiates_itself_is_refused_in_its_first_forward() -> None:
     engine = SplitEngine(SelfDifferentiating())
-    with pytest.raises(BackwardError, match="a module that differentiates itself"):
+    with pytest.raises(BackwardError, match="A module that differentiates itself"):
         engine.forward(_input())
 
 

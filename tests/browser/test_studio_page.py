@@ -178,7 +178,7 @@ def test_search_can_be_thorough_and_off(page: StudioPage) -> None:
 def test_searched_schedule_fits_where_others_do_not_and_can_be_drawn(page: StudioPage) -> None:
     page.change("memory", "1.5")
     assert "needs 4 on rank 0" in page.row("ZB-V")[-1]
-    assert "ZB-V needs 4 on rank 0: more than the memory." in page.text("#notes")
+    assert "ZB-V needs 4 on rank 0: more than the cap." in page.text("#notes")
     page.change("schedule", "searched")
     assert ["searched", "1F1B"] == page.shown()
     assert "penstock.search(" in page.text("#python")
@@ -322,7 +322,7 @@ def test_address_brings_back_what_was_typed(browser: Chrome, running: Studio) ->
 
 def test_what_is_unknown_in_an_address_is_told(browser: Chrome, running: Studio) -> None:
     page = StudioPage(browser, running, p="8", schedule="none", ranks="2")
-    expected = "Of the address this was not understood: p=8, schedule=none."
+    expected = "These parts of the address were not understood: p=8, schedule=none."
     assert expected == page.text("#unknown")
     assert ("2", "ZB-V") == tuple(page.fields()[name] for name in ("ranks", "schedule"))
 

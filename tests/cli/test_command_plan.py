@@ -109,10 +109,10 @@ def test_plan_as_json_of_a_file_with_keyword_arguments() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("planned_model", "'planned_model' names no function. Expected module:function"),
-        (":make", "':make' names no function."),
-        ("planed_model:make", "There is no module 'planed_model' in "),
-        ("nowhere.inside:make", "There is no module 'nowhere.inside' in "),
+        ("planned_model", "'planned_model' does not name a function. Expected module:function"),
+        (":make", "':make' does not name a function."),
+        ("planed_model:make", "The module 'planed_model' is neither in "),
+        ("nowhere.inside:make", "The module 'nowhere.inside' is neither in "),
         ("planned_model:mke", "planned_model has no 'mke'. Did you mean make?"),
         ("planned_model:size", "planned_model:size is a int. Expected a function"),
         ("planned_model:fail", "planned_model:fail failed: KeyError: 'width' ("),

@@ -242,4 +242,4 @@ def test_schedule_with_other_stages_gets_its_share_of_what_was_recorded(tmp_path
 @pytest.mark.parametrize("command", [["compare"], ["search"], ["verify", "-"]])
 def test_bytes_of_memory_without_a_file_of_costs_are_refused(command: list[str]) -> None:
     error = run(*command, "--memory", "8GiB").error
-    assert error.startswith("--memory is '8GiB', but without a file of costs nobody knows how many")
+    assert error.startswith("--memory is '8GiB', but the bytes that a microbatch holds are")

@@ -35,7 +35,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("missing.csv", "missing.csv cannot be read: No such file or directory."),
         ("folder.csv", "folder.csv cannot be read: Is a directory."),
-        ("binary.csv", "binary.csv is no text: byte 3 is no UTF-8."),
+        ("binary.csv", "binary.csv is not valid UTF-8 (byte 3)."),
         ("broken.csv", "broken.csv: line 2, cell 2: '1Q0' is not an action."),
         ("twice.csv", "twice.csv: rank 0, position 1: 0F0 repeats"),
         ("empty.csv", "empty.csv: line 1, cell 1: the text is empty."),
@@ -60,10 +60,10 @@ def test_file_is_read_alike_by_every_command(command: str) -> None:
         ("1,1", "--costs is '1,1', which is neither a file nor three numbers."),
         ("missing.json", "--costs is 'missing.json', which is neither a file nor"),
         ("-1,1,1", "--costs is -1,1,1. Expected times that are not negative, up to 1e+15."),
-        ("good.csv", "good.csv holds no costs that can be read: The text is no JSON"),
-        ("table.json", "table.json holds no costs that can be read: The text is of the format"),
-        ("recording.json", "recording.json holds no costs that can be read: The text is of ver"),
-        ("binary.csv", "binary.csv is no text"),
+        ("good.csv", "The costs in good.csv cannot be read: The text is not JSON"),
+        ("table.json", "The costs in table.json cannot be read: The text is of the format"),
+        ("recording.json", "The costs in recording.json cannot be read: The text is of ver"),
+        ("binary.csv", "binary.csv is not valid UTF-8"),
         ("folder.csv", "folder.csv cannot be read: Is a directory."),
     ],
 )
@@ -96,7 +96,7 @@ def test_output_of_a_search_is_checked_before_it() -> None:
 
 def test_output_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere.
-    expected = "--output is folder.csv/a.csv, which may not be written."
+    expected = "--output is folder.csv/a.csv, which cannot be written."
     assert run("convert", "1F1B", "-o", "folder.csv/a.csv").error.startswith(expected)
 
 
@@ -111,7 +111,7 @@ def test_output_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_output_over_the_input_is_refused(args: list[str]) -> None:
     before = Path("good.csv").read_text(), Path("costs4.json").read_text()
-    assert f"--output is {args[-1]}, which is read from." in run(*args).error
+    assert f"--output is {args[-1]}, which is also an input." in run(*args).error
     assert before == (Path("good.csv").read_text(), Path("costs4.json").read_text())
 
 
@@ -120,7 +120,7 @@ def test_output_over_the_input_is_refused(args: list[str]) -> None:
     [
         (["-p", "8"], "--ranks is 8, but good.csv has 4 ranks. Leave it out"),
         (["-m", "9"], "--microbatches is 9, but good.csv has 8 microbatches. Leave it out"),
-        (["-v", "2"], "--stages-per-rank is 2, but good.csv has its stages. Leave it out"),
+        (["-v", "2"], "--stages-per-rank is 2, but good.csv has its own stages. Leave it out"),
     ],
 )
 def test_shape_that_is_not_the_files_is_refused(args: list[str], expected: str) -> None:

@@ -125,7 +125,7 @@ def test_no_browser_is_opened_where_there_is_no_screen(
 def test_port_that_is_in_use_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        expected = f"--port is {port}, and that cannot be used: Address already in use. Give"
+        expected = f"--port is {port}, which cannot be used: Address already in use. Give"
         assert run("studio", "--no-open", "--port", port).error.startswith(expected)
 
 
@@ -182,7 +182,7 @@ def test_recording_is_typed_in_with_its_shape_in_seconds(tmp_path: Path) -> None
         (["-p", "65"], "ranks is '65'. Expected a whole number from 1 to 64."),
         (["--memory", "1,2"], "memory has 2 numbers, but there are 4 ranks."),
         (["--memory", "0.2,lots"], "--memory is 'lots'."),
-        (["--memory", "8GiB"], "--memory is '8GiB', but without a file of costs nobody knows"),
+        (["--memory", "8GiB"], "--memory is '8GiB', but the bytes that a microbatch holds"),
         (["--costs", "1,2"], "--costs is '1,2', which is neither a file nor three numbers."),
         (["--port", "70000"], "'--port'"),
     ],

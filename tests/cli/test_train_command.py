@@ -24,10 +24,10 @@ SCHEDULE = schedules.get("ZB-V")(num_ranks=2, num_microbatches=8)
     [
         (["--schedule", "ZBV2"], "There is no schedule named 'ZBV2'. Did you mean ZB-V?"),
         (["--schedule", "missing.csv"], "the schedule missing.csv cannot be read: "),
-        (["--size", "tinny"], "there is no size 'tinny'. Did you mean tiny?"),
+        (["--size", "tinny"], "--size is 'tinny'. Did you mean tiny?"),
         (["--ranks", "0"], "--ranks is 0. Expected a whole number, at least 1."),
         (["--steps", "-5"], "--steps is -5. Expected a whole number, at least 1."),
-        (["--batch", "10"], "--batch is 10, which 8 microbatches cannot share evenly."),
+        (["--batch", "10"], "--batch is 10, which cannot be cut into 8 equal microbatches."),
         (["--ranks", "8"], "ZB-V on 8 ranks has 16 stages, but a model of 8 layers can be cut"),
         (["--text", "missing"], "the text missing cannot be read: No such file or directory."),
         (["--checkpoint", "file/folder"], "checkpoints cannot be written to file/folder: Not a"),
@@ -108,7 +108,7 @@ def test_interrupted_training_says_where_it_can_go_on(
 
     monkeypatch.setattr(module, "start_ranks", be_interrupted)
     ran = run("train", "--checkpoint", tmp_path)
-    assert (130, "--resume goes on from step 100\ninterrupted\n") == (ran.code, ran.err)
+    assert (130, "--resume continues from step 100\ninterrupted\n") == (ran.code, ran.err)
 
 
 def steps(count: int) -> list[StepDone]:
@@ -150,7 +150,7 @@ def test_bar_ends_with_where_everything_is(capsys: pytest.CaptureFixture[str]) -
     assert "loss 3.5000  256 tokens/s" in printed
     *_, checkpoint, recording = printed.splitlines()
     assert "checkpoint runs/step-000002" == checkpoint
-    assert 'recording run.json: see it by "penstock show run.json"' == recording
+    assert 'recording run.json: view it with "penstock show run.json"' == recording
 
 
 @pytest.mark.parametrize("kind", [Lines, Bar])

@@ -215,7 +215,7 @@ def test_close_wakes_up_who_waits(ends: Ends) -> None:
 
 
 def test_message_that_does_not_come_in_time_is_told(ends: Ends) -> None:
-    with pytest.raises(TimeoutError, match="no message came or went in time"):
+    with pytest.raises(TimeoutError, match="no message was sent or received in time"):
         ends[1].recv(torch.empty(3)).wait(0.05)
 
 

@@ -174,7 +174,7 @@ class TestCutPoints:
         with raises(
             PartitionError,
             "stage 0 would have nothing to compute",
-            "Move a cut point, or take it out.",
+            "Move a cut point, or remove it.",
         ):
             penstock.cut(Net(), (X,), split_spec=spec)
 
@@ -231,7 +231,7 @@ class TestChangesInPlace:
         with raises(
             PartitionError,
             "'norm.running_mean' is changed in the forward and used in stages 0 and 1",
-            "so that one stage has all that uses it.",
+            "so that one stage has everything that uses it.",
         ):
             penstock.cut(Net(run), (X,))
 
@@ -266,12 +266,12 @@ class TestCalls:
             pipe(X, mask=X.double(), power=2)
 
     def test_missing_keyword(self, pipe: penstock.CutModel) -> None:
-        with raises(StageError, "the model was traced with", "and called with", "Call it with"):
+        with raises(StageError, "the model was traced with", "but called with", "Call it with"):
             pipe(X, mask=X)
 
     def test_unknown_keyword(self, pipe: penstock.CutModel) -> None:
         with raises(
-            StageError, "and called with", "mask=, power=, other=, extra=.", "Call it with"
+            StageError, "but called with", "mask=, power=, other=, extra=.", "Call it with"
         ):
             pipe(X, mask=X, power=2, other=X, extra=1)
 
@@ -360,7 +360,7 @@ class TestSplit:
     def test_forward_of_its_own(self) -> None:
         with raises(
             PartitionError,
-            "Net has a forward or hooks of its own",
+            "Net has its own forward or hooks",
             "Give layers,",
             "or trace it with penstock.cut().",
         ):

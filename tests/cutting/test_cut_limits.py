@@ -279,7 +279,7 @@ def test_split_refuses_parameters_that_no_layer_holds() -> None:
     model.first, model.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     model.shift = nn.Parameter(torch.zeros(WIDTH))
     layers = ["first", lambda h: h + model.shift, "last"]
-    with pytest.raises(PartitionError, match="'shift' of Module is in none of its"):
+    with pytest.raises(PartitionError, match="'shift' of Module is not in any of its"):
         penstock.cut_between_modules(model, 2, layers=layers)
 
 

@@ -141,8 +141,8 @@ class Chosen(nn.Module):
 def test_costs_that_depend_on_values_cannot_be_counted_but_measured() -> None:
     model = nn.Sequential(Chosen(), nn.Linear(WIDTH, 3))
     expected = (
-        r"costs cannot be counted from shapes: what aten\.\S+ returns depends on the values of its "
-        r"input\. Give them: penstock\.Balanced\(num_stages, costs=…\), with the result of"
+        r"costs cannot be counted from shapes: the result of aten\.\S+ depends on the values of "
+        r"its input\. Give the costs: penstock\.Balanced\(num_stages, costs=…\), with the result of"
     )
     with pytest.raises(CostError, match=expected):
         penstock.count_layers(model, (X,), layers=["0", "1"])

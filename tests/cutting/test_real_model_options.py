@@ -63,7 +63,7 @@ def test_checkpointed_model_trains_as_whole(name: str) -> None:
     model = REAL_MODELS[name]
     module = model.build()
     module.gradient_checkpointing_enable()
-    with pytest.warns(UserWarning, match="checkpoints activations, and a trace does not keep that"):
+    with pytest.warns(UserWarning, match="checkpoints activations, but a trace does not keep that"):
         check(model, module, "names 2", "1F1B")
 
 

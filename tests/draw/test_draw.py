@@ -40,8 +40,8 @@ def test_path_may_be_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("a.pdf", r"a\.pdf ends in \.pdf, and that is no kind of drawing"),
-        ("a", "a has no suffix, and that is no kind of drawing"),
+        ("a.pdf", r"a\.pdf ends in \.pdf, which is not a kind of drawing"),
+        ("a", "a has no suffix, which is not a kind of drawing"),
     ],
 )
 def test_unknown_suffix_is_rejected_with_the_known_ones(name: str, problem: str) -> None:

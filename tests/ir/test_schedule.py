@@ -87,7 +87,7 @@ def test_order_with_something_other_than_actions_is_rejected() -> None:
     with pytest.raises(ScheduleError) as caught:
         Schedule([order], Placement.linear(1), 1)
     assert (
-        "An order holds NoneType, tuple, which is no action. "
+        "An order holds NoneType, tuple, which is not an action. "
         "Use the types of penstock.ir, such as Forward(0, 1)."
     ) == str(caught.value)
 

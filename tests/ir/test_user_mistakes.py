@@ -21,7 +21,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "one order for all": (
         lambda: Schedule([Forward(0, 0)], ONE, 1),
-        "The orders hold 0F0, which is no order. Give a list of actions for each rank.",
+        "The orders hold 0F0, which is not an order. Give a list of actions for each rank.",
     ),
     "function that returns nothing": (
         lambda: Schedule(None, ONE, 1),
@@ -54,7 +54,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "path for a text": (
         lambda: Schedule.from_csv(Path("schedule.csv")),
-        f"The text is a {type(Path()).__name__}. Give what the file holds: path.read_text().",
+        f"The text is a {type(Path()).__name__}. Give the contents of the file: path.read_text().",
     ),
     "text for a number of ranks": (
         lambda: GPIPE(num_ranks="2", num_microbatches=4),

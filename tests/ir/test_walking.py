@@ -11,7 +11,7 @@ from penstock.schedules.generator import Generator
 
 RULE = (
     "Ranks must not wait for each other in a circle. "
-    "Move a marked action behind those that the other ranks wait for."
+    "Move a marked action after those that the other ranks wait for."
 )
 
 
@@ -89,7 +89,7 @@ def test_rank_that_waits_for_itself_is_told_to_move_the_action() -> None:
         "rank 0, position 0: 1F0 waits forever\n"
         "  rank 0: >1F0< 0F0\n"
         "    waits for the activation of microbatch 0 from stage 0 on rank 0\n"
-        "What an action needs must be made before. Move it behind, or add what is missing."
+        "The inputs of an action must be made first. Move it later, or add what is missing."
     ) == error_of("1F0,0F0\n")
 
 
@@ -98,7 +98,7 @@ def test_rank_that_nobody_serves_is_shown_alone() -> None:
         "rank 1, position 0: 1F1 waits forever\n"
         "  rank 1: >1F1<\n"
         "    waits for the activation of microbatch 1 from stage 0 on rank 2\n"
-        "What an action needs must be made before. Move it behind, or add what is missing."
+        "The inputs of an action must be made first. Move it later, or add what is missing."
     ) == error_of("2F1\n1F1\n0F0\n")
 
 

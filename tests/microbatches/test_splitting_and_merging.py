@@ -228,7 +228,7 @@ def test_kwargs_that_are_no_dict_are_rejected() -> None:
 
 def test_tensor_with_fewer_rows_than_microbatches_is_rejected_by_its_name() -> None:
     x, small = torch.zeros(8, 4), torch.zeros(3, 4)
-    fault = "has size 3 along dim 0 (shape (3, 4)), too little for 8 microbatches. Expected 8"
+    fault = "has size 3 along dim 0 (shape (3, 4)), too small for 8 microbatches. Expected 8"
     advice = "Use a larger batch or fewer microbatches"
     with rejects(f"args[1]['mask'] {fault}", f"{advice}, or", "Replicate() in args_chunk_spec."):
         split_args(x, {"mask": small}, chunks=8)
@@ -241,7 +241,7 @@ def test_tensor_with_fewer_rows_than_microbatches_is_rejected_by_its_name() -> N
 
 
 def test_tensor_too_small_along_the_dim_of_its_spec_is_rejected() -> None:
-    with rejects("args[0] has size 3 along dim -1 (shape (8, 3)), too little for 4 microbatches"):
+    with rejects("args[0] has size 3 along dim -1 (shape (8, 3)), too small for 4 microbatches"):
         split_args(torch.zeros(8, 3), chunks=4, spec=(TensorChunkSpec(-1),))
 
 
@@ -267,7 +267,7 @@ MISFITS = [
 
 @pytest.mark.parametrize(("spec", "fault"), MISFITS)
 def test_spec_that_does_not_mirror_the_arguments_is_rejected(spec: Any, fault: str) -> None:
-    advice = "Expected TensorChunkSpec(dim) to cut it, Replicate() or None to give it whole"
+    advice = "Expected TensorChunkSpec(dim) to cut it, Replicate() or None to pass it whole"
     with rejects(f"args_chunk_spec does not mirror {fault}", advice):
         split_args(torch.zeros(4), {"m": 3}, spec=spec)
 

@@ -125,24 +125,24 @@ def test_a_mask_for_all_rows_and_callables_go_whole() -> None:
             (_mask(2),),
             3,
             None,
-            "args[0] is a BlockMask with a batch of 2, too little for 3 microbatches. Expected 1, "
+            "args[0] is a BlockMask with a batch of 2, too small for 3 microbatches. Expected 1, "
             "for a mask that all rows share, or 3 or more. Use a larger batch or fewer "
-            "microbatches, or give it whole by Replicate() in args_chunk_spec.",
+            "microbatches, or pass it whole with Replicate() in args_chunk_spec.",
         ),
         (
             (torch.zeros(4), _mask(2)),
             2,
             None,
             "args[1] is a BlockMask with a batch of 2, but args[0] is cut along a size of 4. "
-            "Expected one batch for all that is cut, or a mask with a batch of 1. Make the mask "
-            "for the batch, or give it whole by Replicate() in args_chunk_spec.",
+            "Expected the same batch for both, or a mask with a batch of 1. Make the mask "
+            "for the batch, or pass it whole with Replicate() in args_chunk_spec.",
         ),
         (
             (_mask(2),),
             2,
             (TensorChunkSpec(1),),
             "args[0] is a BlockMask, but its spec is TensorChunkSpec(1). Expected "
-            "TensorChunkSpec(0), as a mask can be cut along its batch only, or give it whole by "
+            "TensorChunkSpec(0), as a mask can be cut along its batch only, or pass it whole with "
             "Replicate() in args_chunk_spec.",
         ),
     ],
@@ -173,8 +173,8 @@ def test_a_mask_that_cannot_be_cut_is_refused(name: str, rows: int, reason: str)
     setattr(mask, name, torch.zeros(rows, HEADS, 2, 2))
     message = (
         f"args[0] is a BlockMask that cannot be cut: {reason}. Expected what create_block_mask "
-        "makes. Make it without, or cut it for step_microbatches, or give it whole by Replicate() "
-        "in args_chunk_spec."
+        "makes. Make it without that, or cut it for step_microbatches, or pass it whole with "
+        "Replicate() in args_chunk_spec."
     )
     with pytest.raises(MicrobatchError) as caught:
         _cut(mask)
@@ -260,7 +260,7 @@ def test_an_object_that_holds_a_batch_is_refused(name: str) -> None:
     )
     with pytest.raises(MicrobatchError) as caught:
         _cut(torch.zeros(4), held)
-    expected = f"args[1] {message}, or give it whole by Replicate() in args_chunk_spec."
+    expected = f"args[1] {message}, or pass it whole with Replicate() in args_chunk_spec."
     assert expected == str(caught.value)
     with pytest.raises(MicrobatchError) as caught:
         split_target([held], 2)
@@ -355,7 +355,7 @@ def test_a_tensor_that_cannot_be_cut_is_refused(
     tensor = make()
     message = (
         f"args[0] is a {kind} of layout {layout}, which cannot be cut along dim 0. Expected a "
-        "dense tensor. Convert it, or cut it for step_microbatches, or give it whole by "
+        "dense tensor. Convert it, or cut it for step_microbatches, or pass it whole with "
         "Replicate() in args_chunk_spec."
     )
     with pytest.raises(MicrobatchError) as caught:

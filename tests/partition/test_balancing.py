@@ -408,12 +408,16 @@ def limit(**changes: Any) -> MemoryLimit:
 
 @pytest.mark.parametrize("num_stages", [0, 1.0])
 def test_number_of_stages_that_is_not_positive_and_whole_is_rejected(num_stages: Any) -> None:
-    with pytest.raises(PartitionError, match=r"num_stages is .*Expected a whole number from 1 up"):
+    with pytest.raises(
+        PartitionError, match=r"num_stages is .*Expected a whole number, at least 1"
+    ):
         balance([1, 1], num_stages)
 
 
 def test_no_layers_are_rejected() -> None:
-    with pytest.raises(PartitionError, match=r"costs is empty. Give the cost of each layer"):
+    with pytest.raises(
+        PartitionError, match=r"costs is empty. Give the cost of at least one layer"
+    ):
         balance([], 1)
 
 
@@ -442,7 +446,7 @@ def test_cap_that_nothing_fits_is_rejected_with_one_that_does() -> None:
     with pytest.raises(
         PartitionError,
         match=r"No cut into 2 stages fits memory.cap, which is 1.0. "
-        r"Expected at least 1.5. Raise the cap, or take more ranks or",
+        r"Expected at least 1.5. Raise the cap, or use more ranks or",
     ):
         problem.balance()
     assert (0, 2) == problem._replace(memory=limit(cap=1.5, fixed=[0.1, 0.2, 1.5])).balance().starts

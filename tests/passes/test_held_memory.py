@@ -161,7 +161,7 @@ def test_costs_of_another_number_of_stages_are_rejected(num_stages: int) -> None
     with pytest.raises(CostError) as caught:
         verify(Schedule.from_csv(TEXT), costs=costs_of(num_stages), memory=9)
     assert (
-        f"The costs are of {num_stages} stages, but the schedule has 2. Give costs for each stage."
+        f"The costs are for {num_stages} stages, but the schedule has 2. Give costs for each stage."
     ) == str(caught.value)
 
 
@@ -180,5 +180,5 @@ def test_caps_may_be_an_array() -> None:
 
 
 def test_costs_of_other_stages_are_rejected_without_a_cap_too() -> None:
-    with pytest.raises(CostError, match="The costs are of 7 stages, but the schedule has 2"):
+    with pytest.raises(CostError, match="The costs are for 7 stages, but the schedule has 2"):
         verify(Schedule.from_csv(TEXT), costs=costs_of(7))

@@ -7,20 +7,20 @@ from penstock.ir import Schedule
 from penstock.passes import verify
 
 NOTHING_TO_SEND = (
-    "A send must follow the action whose result another rank needs, and be there once. "
-    "Move it behind that action, or remove it."
+    "A send must follow the action whose result another rank needs, and occur once. "
+    "Move it after that action, or remove it."
 )
 ALL_OF_THEM = (
-    "Once a schedule has sends and receives it needs all of them. "
-    "Add it, or take them all out with remove_comms and place them with add_comms."
+    "A schedule with sends and receives needs all of them. "
+    "Add it, or remove them all with remove_comms and add them with add_comms."
 )
-NOTHING_TO_RECEIVE = "A receive is for what another rank sends, and must be there once. Remove it."
+NOTHING_TO_RECEIVE = "A receive must be for a message from another rank, and occur once. Remove it."
 RECEIVE_FIRST = (
-    "What another rank makes must be received first. Add the receive, or move it before."
+    "A message from another rank must be received first. Add the receive, or move it earlier."
 )
 RECEIVE_IN_VAIN = (
-    "A receive must come before the action that needs it, from another rank, "
-    "and be there once. Remove it."
+    "A receive must come before the action that needs the other rank's message, "
+    "and occur once. Remove it."
 )
 # What rank 0 and rank 1 of a full step do.
 FIRST = "0F0,0SEND_F0,0RECV_B0,0B0\n"
@@ -89,17 +89,17 @@ REJECTED = {
     ),
     "second receive behind the use": (
         FIRST + "1RECV_F0,1F0,1RECV_F0,1B0,1SEND_B0\n",
-        "rank 1, position 2: 1RECV_F0 receives what nothing behind it needs\n"
+        "rank 1, position 2: 1RECV_F0 receives a message that no later action needs\n"
         f"  1RECV_F0 1F0 >1RECV_F0< 1B0 1SEND_B0\n{RECEIVE_IN_VAIN}",
     ),
     "receive between stages of one rank": (
         "0F0,0SEND_F0\n1RECV_F0,1F0,2RECV_F0,2F0\n",
-        "rank 1, position 2: 2RECV_F0 receives what nothing behind it needs\n"
+        "rank 1, position 2: 2RECV_F0 receives a message that no later action needs\n"
         f"  1RECV_F0 1F0 >2RECV_F0< 2F0\n{RECEIVE_IN_VAIN}",
     ),
     "receive of a gradient without backwards": (
         "0F0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0\n",
-        "rank 0, position 2: 0RECV_B0 receives what nothing behind it needs\n"
+        "rank 0, position 2: 0RECV_B0 receives a message that no later action needs\n"
         f"  0F0 0SEND_F0 >0RECV_B0<\n{RECEIVE_IN_VAIN}",
     ),
     "receives in another order than the sends": (
@@ -128,7 +128,7 @@ REJECTED = {
         "  rank 1: 1RECV_F0 1RECV_F1 1F0 >1F1< 1B0 1SEND_B0 1B1 1SEND_B1\n"
         "    waits for the activation of microbatch 1 from stage 0 on rank 0\n"
         "Ranks must not wait for each other in a circle. "
-        "Move a marked action behind those that the other ranks wait for.",
+        "Move a marked action after those that the other ranks wait for.",
     ),
 }  # fmt: skip
 

@@ -116,7 +116,7 @@ def test_schedule_that_has_communication_is_refused() -> None:
         add_comms(schedule)
     assert (
         "The schedule already has sends and receives. "
-        "Give add_comms one without, such as remove_comms returns."
+        "Give add_comms a schedule without them, such as remove_comms returns."
     ) == str(caught.value)
 
 

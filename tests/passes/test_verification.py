@@ -24,20 +24,20 @@ from penstock.passes import add_comms, verify
 from penstock.schedules import get
 
 ONCE = (
-    "Each forward, input backward and weight backward must be there once; "
+    "Each forward, input backward and weight backward must occur once; "
     "a full backward counts as both halves. Remove one."
 )
 HOLDER = "An action must be on the rank that holds its stage. Move it, or change the placement."
 
 
 def follow(kind: str) -> str:
-    return f"It must follow the {kind} of the same stage and microbatch. Move it behind."
+    return f"It must follow the {kind} of the same stage and microbatch. Move it later."
 
 
 def complete(count: int) -> str:
     return (
-        f"Every stage needs a forward of each of the {count} microbatches and, "
-        "if there are backwards at all, B, or I and W. Add it."
+        f"Every stage needs a forward for each of the {count} microbatches and, "
+        "if the schedule has backwards, B, or I and W. Add it."
     )
 
 
@@ -74,39 +74,39 @@ REJECTED = {
         "rank 0, position 2: (0F2;0B2)OVERLAP_F_B overlaps a forward and a backward "
         "of microbatch 2\n"
         "  0F0 0F1 >(0F2;0B2)OVERLAP_F_B<\n"
-        "The backward needs that forward to be over. Overlap two microbatches.",
+        "The backward needs that forward to be done. Overlap two microbatches.",
     ),
     "second forward": (
         "0F0,0B0\n1F0,1F0,1B0\n",
-        f"rank 1, position 1: 1F0 repeats what was done before\n  1F0 >1F0< 1B0\n{ONCE}",
+        f"rank 1, position 1: 1F0 repeats work that is already done\n  1F0 >1F0< 1B0\n{ONCE}",
     ),
     "second backward": (
         "0F0,0B0,0B0\n",
-        f"rank 0, position 2: 0B0 repeats what was done before\n  0F0 0B0 >0B0<\n{ONCE}",
+        f"rank 0, position 2: 0B0 repeats work that is already done\n  0F0 0B0 >0B0<\n{ONCE}",
     ),
     "second input backward": (
         "0F0,0I0,0I0,0W0\n",
-        f"rank 0, position 2: 0I0 repeats what was done before\n  0F0 0I0 >0I0< 0W0\n{ONCE}",
+        f"rank 0, position 2: 0I0 repeats work that is already done\n  0F0 0I0 >0I0< 0W0\n{ONCE}",
     ),
     "second weight backward": (
         "0F0,0I0,0W0,0W0\n",
-        f"rank 0, position 3: 0W0 repeats what was done before\n  0F0 0I0 0W0 >0W0<\n{ONCE}",
+        f"rank 0, position 3: 0W0 repeats work that is already done\n  0F0 0I0 0W0 >0W0<\n{ONCE}",
     ),
     "input backward after a full one": (
         "0F0,0B0,0I0\n",
-        f"rank 0, position 2: 0I0 repeats what was done before\n  0F0 0B0 >0I0<\n{ONCE}",
+        f"rank 0, position 2: 0I0 repeats work that is already done\n  0F0 0B0 >0I0<\n{ONCE}",
     ),
     "weight backward after a full one": (
         "0F0,0B0,0W0\n",
-        f"rank 0, position 2: 0W0 repeats what was done before\n  0F0 0B0 >0W0<\n{ONCE}",
+        f"rank 0, position 2: 0W0 repeats work that is already done\n  0F0 0B0 >0W0<\n{ONCE}",
     ),
     "full backward after an input one": (
         "0F0,0I0,0B0\n",
-        f"rank 0, position 2: 0B0 repeats what was done before\n  0F0 0I0 >0B0<\n{ONCE}",
+        f"rank 0, position 2: 0B0 repeats work that is already done\n  0F0 0I0 >0B0<\n{ONCE}",
     ),
     "backward repeated in an overlap": (
         "0F0,0B0,(0F1;0B0)OVERLAP_F_B,0B1\n",
-        "rank 0, position 2: 0B0 repeats what was done before\n"
+        "rank 0, position 2: 0B0 repeats work that is already done\n"
         f"  0F0 0B0 >(0F1;0B0)OVERLAP_F_B< 0B1\n{ONCE}",
     ),
     "backward before its forward": (
@@ -155,7 +155,7 @@ REJECTED = {
         "  rank 2: >2F1< 2B1 2F0 2B0\n"
         "    waits for the activation of microbatch 1 from stage 1 on rank 1\n"
         "Ranks must not wait for each other in a circle. "
-        "Move a marked action behind those that the other ranks wait for.",
+        "Move a marked action after those that the other ranks wait for.",
     ),
 }
 

@@ -48,8 +48,8 @@ def test_wrong_question_about_costs_is_refused(options: dict[str, Any], message:
     [
         ({"mb_size": 2}, "mb_size is 2. A model is given the whole batch"),
         ({"batch": 4}, "batch is 4. Expected the model's arguments for a whole batch: a tuple"),
-        ({"batch": ()}, "batch holds no tensor that can be cut into microbatches."),
-        ({"batch": (torch.tensor(1.0),)}, "batch holds no tensor that can be cut"),
+        ({"batch": ()}, "batch has no tensor that can be cut into microbatches."),
+        ({"batch": (torch.tensor(1.0),)}, "batch has no tensor that can be cut"),
         ({"speed": 0}, "speed is 0. Expected a finite number above 0."),
         ({"speed": 2, "measure": True}, "speed is 2. It is for counted costs, but measure is True"),
         (

@@ -84,5 +84,5 @@ def test_memory_is_for_activations() -> None:
 
 
 def test_stages_that_cannot_be_shared_out_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="3 stages, which cannot be shared out evenly among 2"):
+    with pytest.raises(ScheduleError, match="3 stages, which cannot be divided evenly among 2"):
         penstock.plan(table(3), 2, batch=4, mb_size=1)

@@ -185,7 +185,7 @@ def test_what_cannot_be_run_is_left_out_with_its_reason() -> None:
     plan = make_plan(layers([3.0] * 3), 2, batch=8, mb_size=1, microbatches=[3, 4])
     assert [(4, Placement.linear(2))] == [(r.num_microbatches, r.placement) for r in plan.rows]
     reasons = {(out.num_microbatches, out.placement): out.reason for out in plan.left_out}
-    assert "a batch of 8 cannot be cut into 3 of one size" == reasons[3, Placement.linear(2)]
+    assert "a batch of 8 cannot be cut into 3 equal microbatches" == reasons[3, Placement.linear(2)]
     assert "3 layers cannot be cut into 4 stages" == reasons[4, Placement.v(2)]
     assert 5 == len(reasons)
 

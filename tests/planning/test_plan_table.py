@@ -10,7 +10,7 @@ microbatches  size  time  bubble  memory    gap  placement  schedule
            8     1    50   4.00%      16  0.00%  linear     ZB-H1
            4     2    52   7.69%      24  0.00%  linear     ZB-H1
 left out: 3 microbatches (linear; loop, 3 per rank; V, 3 per rank): \
-a batch of 8 cannot be cut into 3 of one size
+a batch of 8 cannot be cut into 3 equal microbatches
 left out: 4 microbatches (loop, 3 per rank; V, 3 per rank): 4 layers cannot be cut into 6 stages
 left out: 8 microbatches (loop, 3 per rank; V, 3 per rank): 4 layers cannot be cut into 6 stages
 """

@@ -290,7 +290,7 @@ def test_loss_can_not_be_taken_away_or_added_later() -> None:
         return Pipeline(stage, "1F1B", num_microbatches=2)
 
     (pipeline,) = penstock.local_ranks(1, without)
-    with pytest.raises(StageError, match="made with none and would now have one"):
+    with pytest.raises(StageError, match="made with no loss_fn and would now have one"):
         pipeline.loss_fn = mean_square
 
 
@@ -300,7 +300,7 @@ def test_module_that_lacks_a_tied_parameter_is_refused() -> None:
         return PipelineStage(module, 0, 1, "cpu", group=group, tied={"weight": "shared"})
 
     (stage,) = penstock.local_ranks(1, main)
-    with pytest.raises(StageError, match="tied names 'weight', which is no parameter"):
+    with pytest.raises(StageError, match="tied names 'weight', which is not a parameter"):
         stage.submod = nn.Identity()
 
 

@@ -99,7 +99,7 @@ def test_plan_keeps_the_schedule_if_none_is_faster() -> None:
     found = choose_next(CostTable.uniform(1, forward=0.5), safe, None, seconds=5)
     assert not found.is_new
     assert safe == found.schedule
-    assert "kept the schedule: none that was found is faster (1e+04 ms a step, bubble 0.0%" in str(
+    assert "kept the schedule: found none that is faster (1e+04 ms a step, bubble 0.0%" in str(
         found
     )
 

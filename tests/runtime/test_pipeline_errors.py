@@ -35,7 +35,7 @@ def test_an_unknown_schedule_is_rejected_with_a_hint() -> None:
 
 def test_the_name_of_a_schedule_needs_the_number_of_microbatches() -> None:
     message = (
-        "schedule is the name '1F1B', which does not say how many microbatches. "
+        "schedule is the name '1F1B', which does not say how many microbatches there are. "
         "Give num_microbatches too, or a Schedule."
     )
     assert_rejected(StageError, message, lambda group: Pipeline(alone()(group), "1F1B"))
@@ -53,7 +53,7 @@ def test_what_is_no_schedule_is_rejected(schedule: Any) -> None:
 def test_a_schedule_for_another_number_of_microbatches_is_rejected() -> None:
     message = (
         "num_microbatches is 3, but the schedule has 2. "
-        "Leave it out, or make the schedule for as many."
+        "Leave it out, or make the schedule for that number."
     )
     schedule = make_schedule("1F1B", 1, 2)
     assert_rejected(
@@ -134,14 +134,15 @@ def test_a_schedule_for_another_number_of_ranks_is_rejected() -> None:
     schedule = make_schedule("1F1B", 2, 2)
     message = (
         "the schedule is for 2 ranks, but the group has 1. "
-        "Make it for as many as there are, or give the stages another group."
+        "Make the schedule for that number, or give the stages another group."
     )
     assert_rejected(StageError, message, lambda group: Pipeline(alone()(group), schedule))
 
 
 def test_a_schedule_for_another_number_of_stages_is_rejected() -> None:
     message = (
-        "the schedule has 1 stages, but the stages say that num_stages is 3. Cut the model into 1."
+        "the schedule has 1 stages, but the stages say that num_stages is 3. Cut the model into 1 "
+        "stages."
     )
     assert_rejected(
         StageError,

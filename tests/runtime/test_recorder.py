@@ -85,7 +85,7 @@ def test_broken_block_leaves_the_pipeline_as_it_was() -> None:
         with contextlib.suppress(ZeroDivisionError), penstock.record():
             step(pipeline)
             raise ZeroDivisionError
-        with pytest.raises(RecordError, match="this pipeline records nothing"):
+        with pytest.raises(RecordError, match="this pipeline does not record its steps"):
             pipeline.recording()
         with penstock.record() as run:
             step(pipeline)
@@ -172,7 +172,7 @@ def test_results_are_those_of_a_pipeline_that_does_not_record() -> None:
 
 
 def test_pipeline_that_does_not_record_has_no_recording() -> None:
-    with pytest.raises(RecordError, match=r"this pipeline records nothing. Make it with record="):
+    with pytest.raises(RecordError, match=r"does not record its steps. Make it with record="):
         run_locally(mlp(), FOUR_STAGES["1F1B"], Pipeline.recording, loss_fn=mean_square)
 
 
@@ -197,7 +197,7 @@ def test_block_without_a_step_is_refused() -> None:
 
 
 def test_recording_within_its_block_is_refused() -> None:
-    with pytest.raises(RecordError, match="not there yet"), penstock.record() as run:
+    with pytest.raises(RecordError, match="not available yet"), penstock.record() as run:
         run.recording  # noqa: B018  # It is a property.
 
 
@@ -209,7 +209,7 @@ def test_block_with_two_pipelines_is_refused() -> None:
             step(other)
 
     schedule = schedules.get("1F1B")(num_ranks=1, num_microbatches=1)
-    with pytest.raises(RecordError, match="two pipelines were stepped in one block"):
+    with pytest.raises(RecordError, match="two pipelines ran steps in one `with"):
         run_locally(mlp(1), schedule, main, loss_fn=mean_square)
 
 

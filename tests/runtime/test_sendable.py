@@ -199,7 +199,7 @@ def test_a_step_inside_a_mode_that_makes_other_tensors_is_refused() -> None:
             _run(group, nn.Linear(4, 4))
 
     message = (
-        "a step was begun where torch makes a FakeTensor of every new tensor, so nothing can be "
+        "a step was started where torch makes every new tensor a FakeTensor, so nothing can be "
         "received. Expected plain tensors: leave the mode, such as FakeTensorMode, before the step."
     )
     with pytest.raises(StageError) as caught:

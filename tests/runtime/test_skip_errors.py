@@ -42,8 +42,8 @@ REFUSED = [
     (0, "skips_out", {2: 1.0}, "from 2 to 5"),
     (0, "skips_out", {2: None}, "from 2 to 5"),
     (0, "skips_out", {"2": 1}, "from 2 to 5"),
-    (4, "skips_out", {5: 1}, "none, as it has none"),
-    (5, "skips_out", {0: 1}, "none, as it has none"),
+    (4, "skips_out", {5: 1}, "it has none"),
+    (5, "skips_out", {0: 1}, "it has none"),
     (5, "skips_in", {4: 1}, "from 0 to 3"),  # The one before.
     (5, "skips_in", {5: 1}, "from 0 to 3"),
     (3, "skips_in", {5: 1}, "from 0 to 1"),  # One after.
@@ -54,8 +54,8 @@ REFUSED = [
     (3, "skips_in", {1: -2}, "from 0 to 1"),
     (3, "skips_in", {1: "1"}, "from 0 to 1"),
     (2, "skips_in", {0: 1, 1: 1}, "from 0 to 0"),
-    (1, "skips_in", {0: 1}, "none, as it has none"),
-    (0, "skips_in", {2: 1}, "none, as it has none"),
+    (1, "skips_in", {0: 1}, "it has none"),
+    (0, "skips_in", {2: 1}, "it has none"),
 ]
 
 
@@ -64,8 +64,8 @@ def test_stages_or_counts_that_cannot_be(
     stage: int, name: str, skips: dict[Any, Any], expected: str
 ) -> None:
     message = (
-        f"stage {stage}: {name} is {skips}. Expected how many values, by stages that are no "
-        f"neighbours: {expected}."
+        f"stage {stage}: {name} is {skips}. Expected numbers of values, at least 1, for stages "
+        f"that are not neighbours: {expected}."
     )
     assert_rejected(StageError, message, _make(stage, 6, **{name: skips}))
 
@@ -106,8 +106,8 @@ def _too_few(count: int, returned: Callable[[Tensor], Any], kind: str) -> Callab
 )
 def test_too_few_outputs(count: int, returned: Any, found: int, kind: str) -> None:
     message = (
-        f"stage 0, microbatch 0: {found} outputs, but skips_out has {count}. Let the module return "
-        "a tuple with those last."
+        f"stage 0, microbatch 0: {found} outputs, but skips_out takes {count}. Let the module "
+        "return a tuple that ends with them."
     )
     with pytest.raises(PipeliningShapeError) as caught:
         _too_few(count, returned, kind)()
@@ -125,7 +125,7 @@ def test_counts_of_all_targets_are_needed() -> None:
         2: {"skips_in": {0: 1}},
         3: {"skips_in": {0: 2}},
     }
-    with pytest.raises(PipeliningShapeError, match="microbatch 0: 2 outputs, but skips_out has 3"):
+    with pytest.raises(PipeliningShapeError, match="0: 2 outputs, but skips_out takes 3"):
         run_calls(modules, ONE_F_ONE_B, ends, lambda p: p.step(randn(8, WIDTH)))
 
 
@@ -133,7 +133,7 @@ def _disagreement(source: int, target: int, ranks: tuple[int, int], counts: tupl
     return (
         f"stage {source} on rank {ranks[0]} sends {counts[0]} values to stage {target}, but stage "
         f"{target} on rank {ranks[1]} takes {counts[1]} from it. Expected the same number: give "
-        "skips_out and skips_in of one cut."
+        "skips_out and skips_in of the same cut."
     )
 
 
@@ -193,8 +193,9 @@ def test_ends_on_the_same_rank_that_disagree(ends: Any, counts: tuple[int, int])
 def test_schedule_that_sends_what_no_stage_gives_is_rejected() -> None:
     schedule = add_sends(ONE_F_ONE_B, [Skip(0, 2)])
     message = (
-        "the schedule sends values from stage 0 to stage 2, but no stage was made with such skips. "
-        "Leave its sends out, with remove_comms: they are added for the skips that there are."
+        "the schedule sends values from stage 0 to stage 2, but no stage was made with this skip. "
+        "Remove the schedule's sends with remove_comms: the pipeline adds those for the skips that "
+        "its stages have."
     )
     with pytest.raises(AgreementError) as caught:
         _step_with(schedule, {})

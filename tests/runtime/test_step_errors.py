@@ -105,8 +105,9 @@ def test_a_loss_that_is_cut_off_from_the_model_is_rejected() -> None:
         return mse_loss(output.detach(), target)
 
     message = (
-        "loss_fn returned a loss that needs no gradient for microbatch 0, though the outputs do, "
-        "so nothing would be trained. Compute it from the outputs, without detach() or item()."
+        "loss_fn returned a loss that does not need a gradient for microbatch 0, although the "
+        "outputs do, so nothing would be trained. Compute it from the outputs, without detach() or "
+        "item()."
     )
     assert_rejected(
         StageError, message, lambda group: train(pipeline_of(group, Layer(), loss_fn=loss_fn))
@@ -135,8 +136,7 @@ def test_a_batch_cut_into_another_number_of_microbatches_is_rejected(
 def test_a_microbatch_that_is_no_tuple_or_dict_is_rejected(name: str, kind: str) -> None:
     """A tensor was spread over the stage's arguments, row by row."""
     message = (
-        f"{name}[0] is a Tensor. Expected a {kind} for each microbatch: what the stage is "
-        "called with."
+        f"{name}[0] is a Tensor. Expected a {kind} for each microbatch: the arguments of the stage."
     )
     values = {name: [torch.ones(1, 4)] * 2}
     assert_rejected(
@@ -151,9 +151,7 @@ def test_a_closed_pipeline_is_not_used_again() -> None:
         pipeline.close()
         train(pipeline)
 
-    message = (
-        "rank 0: this pipeline is at its end (it was closed). Make a new pipeline on all ranks."
-    )
+    message = "rank 0: this pipeline has ended (it was closed). Make a new pipeline on all ranks."
     assert_rejected(CommError, message, main)
 
 
@@ -165,7 +163,7 @@ def test_a_batch_that_is_too_small_fails_on_all_ranks() -> None:
 
     first, second = errors_of(2, main)
     assert isinstance(first, MicrobatchError)
-    assert str(first).startswith("args[0] has size 2 along dim 0 (shape (2, 4)), too little for 3")
+    assert str(first).startswith("args[0] has size 2 along dim 0 (shape (2, 4)), too small for 3")
     assert isinstance(second, CommError)
     assert "rank 0 failed: MicrobatchError: args[0] has size 2" in str(second)
 
@@ -185,8 +183,7 @@ def test_a_pipeline_that_failed_is_not_used_again() -> None:
     local_ranks(2, main)
     note = "in 1F0 (forward of microbatch 0 on stage 1), on rank 1"
     expected = (
-        f"rank 1: this pipeline is at its end (Boom: call 1, {note}). "
-        "Make a new pipeline on all ranks."
+        f"rank 1: this pipeline has ended (Boom: call 1, {note}). Make a new pipeline on all ranks."
     )
     assert [expected] * 3 == told[1]
     assert all(f"because rank 1 failed: Boom: call 1, {note}, in 0B0" in text for text in told[0])
@@ -242,8 +239,8 @@ def test_a_custom_function_may_run_only_its_own_action() -> None:
         train(pipeline)
 
     message = (
-        "a custom function was called for 0F0 and asks to run 0F1. "
-        "It may run that action once, or each half of it if it is an overlap."
+        "a custom function was called for 0F0 and tried to run 0F1. "
+        "It may run the action it was called for once, or each half of an overlap once."
     )
     assert_rejected(StageError, message, main)
 
@@ -273,8 +270,8 @@ def test_a_custom_function_that_runs_nothing_is_told_so() -> None:
         train(pipeline)
 
     message = (
-        "a custom function was called for 0F0 and returned without having run 0F0, which others "
-        "wait for. Call context.run(action) in it."
+        "a custom function was called for 0F0 and returned without running 0F0, which other "
+        "actions wait for. Call context.run(action) in it."
     )
     assert_rejected(StageError, message, main)
 

@@ -36,8 +36,8 @@ def test_an_unknown_parameter_is_rejected_with_the_closest() -> None:
             self.embed, self.other = nn.Embedding(2, 2), nn.Linear(2, 2)
 
     message = (
-        "stage 0: tied names 'embedd.weight', which is no parameter of the module. Expected names "
-        "as in named_parameters(): the closest are ['embed.weight', 'other.weight']."
+        "stage 0: tied names 'embedd.weight', which is not a parameter of the module. Expected "
+        "names as in named_parameters(): the closest are ['embed.weight', 'other.weight']."
     )
     with pytest.raises(StageError, match=f"^{re.escape(message)}$"):
         local_ranks(
@@ -104,7 +104,8 @@ def test_copies_that_are_not_alike_are_rejected_on_all_ranks(other: Any, describ
         assert (
             "the tied parameter 'w' is of shape (4, 4) and torch.float32 on rank 0 ('weight' of "
             f"stage 0), but {described} on rank 2 ('weight' of stage 2). Expected one shape and "
-            "dtype on all stages that hold it: make its copies alike, or leave them out of `tied`."
+            "dtype on all stages that hold it, and the same part of it if it is spread over a "
+            "mesh: make its copies alike, or leave them out of `tied`."
         ) == str(error)
 
 
@@ -124,7 +125,7 @@ def test_one_object_on_two_ranks_is_rejected() -> None:
     first, second = Layer(), Layer()
     second.linear.weight = first.linear.weight
     message = (
-        "the tied parameter 'w' is one object on ranks 0 and 1 ('linear.weight' of stage 1). "
+        "the tied parameter 'w' is the same object on ranks 0 and 1 ('linear.weight' of stage 1). "
         "Expected a copy for each rank, as between processes: give each rank a copy.deepcopy of "
         "its stages."
     )
@@ -186,6 +187,6 @@ def test_a_rank_that_fails_is_named_to_those_that_wait_for_its_gradient() -> Non
     assert isinstance(first, Boom)
     assert isinstance(second, CommError)
     assert str(second).startswith(
-        "rank 1 stopped waiting for which gradients of tied parameters there are from rank 0, "
+        "rank 1 stopped waiting for the list of tied parameters with gradients from rank 0, "
         "because rank 0 failed: Boom: in the backward"
     )

@@ -59,7 +59,9 @@ def test_unknown_name_is_rejected_with_one_that_is_close(name: str, meant: str) 
     with pytest.raises(ScheduleError) as caught:
         schedules.get(name)
     known = ", ".join(schedules.names())
-    expected = f"There is no schedule named {name!r}. Did you mean {meant}? Known are {known}."
+    expected = (
+        f"There is no schedule named {name!r}. Did you mean {meant}? The known ones are {known}."
+    )
     assert expected == str(caught.value)
 
 
@@ -68,7 +70,7 @@ def test_unknown_name_that_is_close_to_none_is_rejected_without_a_guess(name: st
     with pytest.raises(ScheduleError) as caught:
         schedules.get(name)
     known = ", ".join(schedules.names())
-    assert f"There is no schedule named {name!r}. Known are {known}." == str(caught.value)
+    assert f"There is no schedule named {name!r}. The known ones are {known}." == str(caught.value)
 
 
 def test_fewer_than_one_rank_is_rejected() -> None:

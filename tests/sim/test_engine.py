@@ -239,7 +239,7 @@ def test_ranks_that_wait_for_each_other_are_rejected(blocking: bool) -> None:
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_costs_of_another_number_of_stages_are_rejected(num_stages: int) -> None:
     message = (
-        f"The costs are of {num_stages} stages, but the schedule has 2. Give costs for each stage."
+        f"The costs are for {num_stages} stages, but the schedule has 2. Give costs for each stage."
     )
     with pytest.raises(CostError, match=f"^{re.escape(message)}$"):
         simulate(Schedule.from_csv(TWO_RANKS), CostTable.uniform(num_stages))

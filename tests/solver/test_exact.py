@@ -377,7 +377,7 @@ BAD = [
     (
         {"costs": CostTable.uniform(2, message_bytes=1, bandwidth=4)},
         CostError,
-        "message_bytes / bandwidth of edge 0 is 0.25. The exact solver knows no messages that",
+        "message_bytes / bandwidth of edge 0 is 0.25. The exact solver cannot model messages that",
     ),
     ({"seconds": 0}, ScheduleError, "seconds is 0. Expected a positive number."),
     ({"seconds": "1"}, ScheduleError, "seconds is '1'. Expected a positive number."),
@@ -388,7 +388,7 @@ BAD = [
         "backward begins. The smallest memory that fits is 1 on each rank",
     ),
     ({"hint": "0F0"}, ScheduleError, "hint is '0F0'. Expected a Schedule."),
-    ({"hint": GPIPE}, ScheduleError, "hint is of 3 microbatches and Placement(ranks=(0, 1))."),
+    ({"hint": GPIPE}, ScheduleError, "hint has 3 microbatches and Placement(ranks=(0, 1))."),
     (
         {"hint": FORWARD_ONLY, "num_microbatches": 1},
         ScheduleError,

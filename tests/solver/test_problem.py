@@ -89,7 +89,7 @@ def test_nothing_fits_names_the_rank_and_the_smallest_memory() -> None:
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"costs": 3}, CostError, "costs is 3. Expected a penstock.CostTable."),
     ({"placement": [0, 1]}, ScheduleError, "placement is [0, 1]. Expected a Placement"),
-    ({"placement": Placement.v(3)}, CostError, "The costs are of 4 stages, but the placement has"),
+    ({"placement": Placement.v(3)}, CostError, "The costs are for 4 stages, but the placement has"),
     ({"num_microbatches": 0}, ScheduleError, "num_microbatches is 0. Expected a whole number"),
     ({"num_microbatches": 1.5}, ScheduleError, "num_microbatches is 1.5. Expected a whole"),
     ({"clock": "wall"}, ScheduleError, "clock is 'wall'. Expected 'makespan' or 'span'."),
@@ -98,7 +98,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"placement": Placement([0, 1, 0, 2]), "clock": "span"},
         ScheduleError,
-        "clock is 'span', but rank 2 has its first stage, 3, behind another rank's second.",
+        "clock is 'span', but rank 2 has its first stage, 3, after another rank's second.",
     ),
 ]
 

@@ -226,7 +226,7 @@ def test_smallest_memory_is_that_of_the_leanest_placement() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"num_ranks": 3}, "The costs are of 4 stages, which cannot be shared out evenly among 3"),
+    ({"num_ranks": 3}, "The costs are for 4 stages, which cannot be divided evenly among 3"),
     ({"num_ranks": 0}, "num_ranks is 0. Expected a whole number, at least 1."),
     ({"num_ranks": 2.0}, "num_ranks is 2.0. Expected a whole number, at least 1."),
     ({"seconds": 0}, "seconds is 0. Expected a finite number above 0."),

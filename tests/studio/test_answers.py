@@ -59,7 +59,7 @@ def test_uneven_stages_are_drawn() -> None:
 def test_memory_is_a_line_for_each_rank_and_what_is_over_it_is_noted() -> None:
     found = picture(schedule="GPipe", beside="V-Min", memory="4")
     assert [[4.0] * 4] * 2 == [panel["caps"] for panel in found["page"]["panels"]]
-    assert ["GPipe needs 8 on rank 0: more than the memory."] == found["notes"]
+    assert ["GPipe needs 8 on rank 0: more than the cap."] == found["notes"]
 
 
 def test_memory_may_be_different_for_each_rank() -> None:
@@ -132,7 +132,7 @@ def test_memory_that_is_enough_for_some_placements_is_no_problem() -> None:
 def test_search_that_is_stopped_says_so() -> None:
     inputs = read_inputs({"ranks": "8", "microbatches": "32", "forward": "1,1.3", "memory": "5"})
     found = answers.search(replace(inputs, seconds=0.01))
-    assert answers.searched_row(inputs, found)["note"].endswith("s, and then stopped.")
+    assert answers.searched_row(inputs, found)["note"].endswith("s, when the time ran out.")
 
 
 def test_known_units_are_shown() -> None:

@@ -146,7 +146,9 @@ def test_search_that_is_killed_is_a_problem_of_its_field(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     problems = client.get("/search").json()["problems"]
-    expected = "The search ended with exit code 1, most likely for want of memory. Ask for fewer"
+    expected = (
+        "The search ended with exit code 1, most likely because it ran out of memory. Choose fewer"
+    )
     assert problems["search"].startswith(expected)
 
 

@@ -41,7 +41,7 @@ def test_defaults_are_all_right() -> None:
         (
             "backward_input",
             "1,,2",
-            "several along the model with commas between, 1,1,2, at most 512.",
+            "several along the model, separated by commas: 1,1,2 (at most 512).",
         ),
         ("activation", ",".join("1" * 513), "activation is '1,1,1,"),
         ("delay", "1,2", "delay is '1,2'. Expected a number from 0 to 1e+15."),

@@ -148,8 +148,8 @@ def test_ranks_with_different_texts_are_rejected() -> None:
         ({"model": replace(MODEL, context=4)}, "has context 8, but --context is 4"),
         ({"batch": 16}, "has batch 8, but --batch is 16"),
         ({"seed": 1}, "has seed 0, but --seed is 1"),
-        ({"text": Text("", TEXT.data + b"!")}, "read another text than .* Give the same --text"),
-        ({"steps": 2}, "is at step 2 already, and --steps is 2. Give more --steps to go on."),
+        ({"text": Text("", TEXT.data + b"!")}, "read a different text from .* Give the same"),
+        ({"steps": 2}, "is already at step 2, and --steps is 2. Give more --steps to continue."),
     ],
 )
 def test_going_on_with_something_else_is_rejected(
@@ -172,7 +172,7 @@ def test_second_training_in_one_folder_at_once_is_rejected(tmp_path: Path) -> No
     folder = tmp_path / "run"
     with (
         kept_from_others(str(folder)),
-        pytest.raises(OptionError, match=f"another training is saving to {folder} at this moment"),
+        pytest.raises(OptionError, match=f"another training is saving to {folder}"),
     ):
         run(checkpoint=str(folder))
     assert 4 == len(run(checkpoint=str(folder)).steps)

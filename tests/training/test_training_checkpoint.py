@@ -75,7 +75,7 @@ def test_checkpoint_that_cannot_be_written_is_told(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", find_the_disk_full)
-    expected = "could not be written: OSError: No space left on device. The one before is as it was"
+    expected = "could not be written: OSError: No space left on device. The previous checkpoint"
     with pytest.raises(OptionError, match=expected):
         run(checkpoint=str(tmp_path), steps=1)
     assert [".step-000001"] == saved_in(tmp_path)

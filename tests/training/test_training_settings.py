@@ -21,7 +21,7 @@ def test_number_of_parameters_is_that_of_the_model(name: str) -> None:
         ((1, -8, 2, 4), "--width is -8."),
         ((1, 8, 0, 4), "--heads is 0."),
         ((1, 8, 2, 0), "--context is 0."),
-        ((1, 8, 3, 4), "--width is 8, which 3 heads cannot share evenly."),
+        ((1, 8, 3, 4), "--width is 8, which cannot be divided evenly among 3 heads."),
     ],
 )
 def test_model_that_cannot_be_is_rejected(sizes: tuple[int, int, int, int], expected: str) -> None:
@@ -42,7 +42,7 @@ def test_model_that_cannot_be_is_rejected(sizes: tuple[int, int, int, int], expe
         ({"seed": -1}, "--seed is -1. Expected a whole number from 0"),
         ({"lr": 0.0}, "--lr is 0.0. Expected a number above 0"),
         ({"lr": float("nan")}, "--lr is nan."),
-        ({"batch": 10}, "--batch is 10, which 8 microbatches cannot share evenly."),
+        ({"batch": 10}, "--batch is 10, which cannot be cut into 8 equal microbatches."),
         ({"resume": True}, "--resume is given without --checkpoint."),
     ],
 )

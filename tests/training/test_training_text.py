@@ -39,12 +39,12 @@ def test_text_shorter_than_a_sequence_is_rejected(
 ) -> None:
     path = tmp_path / "text"
     path.write_bytes(content)
-    with pytest.raises(OptionError, match=f"has {size} bytes. Expected at least 5, as --context"):
+    with pytest.raises(OptionError, match=f"has {size} bytes. Expected at least 5, because"):
         read_text(str(path), context=4)
 
 
 def test_text_that_is_missing_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"cannot be read: .*\. Let --text name a file\."):
+    with pytest.raises(OptionError, match=r"cannot be read: .*\. Set --text to a file\."):
         read_text(str(tmp_path / "missing"), context=4)
 
 
@@ -79,5 +79,5 @@ def test_numbers_of_a_name_do_not_depend_on_those_of_others() -> None:
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev"])
 def test_text_that_is_no_file_is_rejected(path: str) -> None:
-    with pytest.raises(OptionError, match=f"the text {path} is no file that every rank can read"):
+    with pytest.raises(OptionError, match=f"the text {path} is not a regular file"):
         read_text(path, context=8)

@@ -1,7 +1,7 @@
-"""The three functions: a stage's backward, whole or as an input half and a weight half.
+"""Three functions: a stage's full backward, its input backward and its weight backward.
 
-They work on any graph that autograd built, with no preparation of the module. A runtime
-that controls the forward as well is served faster by `SplitEngine`.
+They work on any graph that autograd built, without preparing the module. For a runtime
+that also controls the forward, `SplitEngine` is faster.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,12 +24,11 @@ from penstock.errors import BackwardError
 def stage_backward(
     stage_output: Any, output_grads: Any, input_values: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """The full backward: returns the inputs' gradients; parameters accumulate into `.grad`.
+    """Run the full backward; return the inputs' gradients and add the parameters' to `.grad`.
 
-    `stage_output` may nest tuples, lists and dicts, and `output_grads` mirrors it; None
-    for the whole of `output_grads` means that the outputs are losses. Values of
-    `input_values` that are no tensors, or need no gradient, get None; the `.grad` of the
-    others is cleared.
+    `stage_output` may nest tuples, lists and dicts, and `output_grads` mirrors it. If
+    `output_grads` is None, the outputs are losses. Values of `input_values` that are not
+    tensors, or do not need a gradient, get None; the `.grad` of the others is cleared.
 
         >>> layer = torch.nn.Linear(2, 2)
         >>> x = torch.randn(3, 2, requires_grad=True)
@@ -58,11 +57,11 @@ def stage_backward_input(
     input_values: Sequence[Any],
     weights: Iterable[Tensor],
 ) -> tuple[tuple[Tensor | None, ...], list[ParamGroup]]:
-    """The input half: returns the inputs' gradients and what the weight half will need.
+    """Run the input backward; return the inputs' gradients and groups for the weight backward.
 
-    The inputs' `.grad` is set too (added to, if there is one); no `.grad` of `weights`
-    changes and none of their hooks runs. The graph is released. The weight half may run
-    at any time later, in any order among microbatches.
+    The inputs' `.grad` is set too (or added to, if there is one). No `.grad` of `weights`
+    changes, and none of their hooks runs. The graph is released. The weight backward may run
+    at any later time, in any order among microbatches.
 
         >>> layer = torch.nn.Linear(2, 2)
         >>> x = torch.randn(3, 2, requires_grad=True)
@@ -85,7 +84,7 @@ def stage_backward_input(
     if is_sharded_graph(roots):
         raise BackwardError(
             "the stage's parameters are sharded by fully_shard (FSDP2) or replicate, whose split "
-            "backward is not supported: the weight half would come after they are gone. Use "
+            "backward is not supported: the weight backward would run after they are freed. Use "
             "stage_backward, or a stage that is not sharded."
         )
     with translated(roots):
@@ -102,10 +101,10 @@ def stage_backward_input(
 def stage_backward_weight(
     weights: Iterable[Tensor], param_groups: list[ParamGroup], retain_graph: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """The weight half: `weights` accumulate into `.grad`, and their hooks run; returns the grads.
+    """Run the weight backward: add to the `.grad` of `weights`, run their hooks, return the grads.
 
-    `param_groups` comes from one call of `stage_backward_input`, for the same weights. All
-    it holds is freed, unless `retain_graph` asks to keep it for another run.
+    `param_groups` comes from one call of `stage_backward_input`, for the same weights.
+    Everything it holds is freed, unless `retain_graph` keeps it for another run.
     """
     weights = list(weights)
     known = set(map(id, weights))
@@ -125,5 +124,5 @@ def stage_backward_weight(
 
 
 def _reducers_may_wait() -> bool:
-    """Whether a data-parallel reducer may have put hooks on accumulators, which nobody can see."""
+    """Return whether a data-parallel reducer may have put hidden hooks on accumulators."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

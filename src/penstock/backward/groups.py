@@ -1,4 +1,4 @@
-"""Parameter groups: what an input backward leaves for the weight backward to do."""
+"""Parameter groups: the work that an input backward leaves for the weight backward."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
@@ -16,10 +16,9 @@ Gradients: TypeAlias = Sequence[Tensor | None]
 class ParamGroup(Mapping[str, Any]):
     """Parameters that get their gradients together, from the nodes that use them.
 
-    `group["params"]` lists the parameters. `group["grads"]` is a list that holds, for each
-    node, a tuple of the gradients that arrived there; it may be overwritten, whole or in
-    part, before the weight backward. Several gradients in one tuple are summed; None
-    stands for zero.
+    `group["params"]` lists the parameters. `group["grads"]` is a list with one tuple for each
+    node: the gradients that arrived there. It may be overwritten, in whole or in part, before
+    the weight backward. Several gradients in one tuple are summed; None stands for zero.
     """
 
     __slots__ = ("_arrived", "_grads", "_params", "_sources", "_unmodified")
@@ -60,7 +59,7 @@ class ParamGroup(Mapping[str, Any]):
         self._grads = grads
 
     def check(self, known: Set[int]) -> None:
-        """Raise unless the weight backward can run; `known`: the ids of the weights it has."""
+        """Raise an error unless the weight backward can run; `known` has the ids of its weights."""
         if self._sources is None:
             raise BackwardError(
                 f"the weight backward of {self!r} has run already, and what it needed is freed. "
@@ -96,15 +95,15 @@ class ParamGroup(Mapping[str, Any]):
                     )
 
     def add_work(self, work: WeightWork) -> None:
-        """Add what is to be done for the gradients now in the group."""
-        assert self._sources is not None  # `check` saw to it
+        """Add the work for the gradients now in the group."""
+        assert self._sources is not None  # `check` makes sure of it.
         for source, given in zip(self._sources, self._grads, strict=True):
             grad = given[0] if len(given) == 1 else _sum(given)
             if grad is not None:
                 source.add_work(grad, work)
 
     def release(self) -> None:
-        """Drop all that the weight backward needed."""
+        """Drop everything that the weight backward needed."""
         self._sources = None
         self._arrived = self._grads = []
         self._unmodified = Unmodified(())
@@ -114,7 +113,7 @@ def _entries(given: Any, name: str) -> Gradients:
     if not isinstance(given, tuple | list):
         raise BackwardError(
             f"{name} is a {type(given).__name__}; expected a tuple of tensors or None. "
-            "Put a single gradient into a tuple of one."
+            "Put a single gradient into a tuple: (grad,)."
         )
     return given
 

@@ -40,15 +40,15 @@ def compare(
     delay: Delay = None,
     memory: Memory = None,
     clock: ClockName = "makespan",
-    search: Annotated[bool, typer.Option(help="Search for better ones too.")] = True,
+    search: Annotated[bool, typer.Option(help="Search for better schedules too.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Compare all schedules for the same costs.
 
-    The best comes first, with one that was searched for each number of stages.
+    The best comes first. A searched schedule is included for each number of stages.
 
     The gap is how much slower a schedule is than a time that no schedule with its placement can
-    beat. What holds more than the memory, or does not fit the numbers, comes last with the reason.
+    beat. Schedules that exceed the memory, or do not fit the numbers, come last with the reason.
 
     \b
     penstock compare -p 4 -m 8

@@ -1,4 +1,4 @@
-"""`penstock convert`: a schedule as CSV, with or without sends and receives."""
+"""`penstock convert`: write a schedule as CSV, with or without sends and receives."""
 
 from typing import Annotated
 
@@ -26,13 +26,13 @@ def convert(
     split: Annotated[
         bool | None,
         typer.Option(
-            "--split/--fuse", help="Cut full backwards in two, or join halves that are neighbours."
+            "--split/--fuse", help="Split full backwards, or join halves that are neighbours."
         ),
     ] = None,
 ) -> None:
     """Write a schedule as CSV, the format that PyTorch reads.
 
-    What is not asked for stays as it is.
+    Without an option, that part of the schedule is not changed.
 
     \b
     penstock convert ZB-V -p 4 -m 8 -o zb_v.csv

@@ -1,4 +1,4 @@
-"""What `--costs` and `--delay` say of the stages."""
+"""The costs of stages that `--costs` and `--delay` give."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from penstock.timeline.recording import holds_recording
 
 
 def read_costs(text: str | None, delay: float | None) -> GivenCosts:
-    """The costs that the options give; without any, F, I and W take 1 each."""
+    """Return the costs that the options give; without any, F, I and W take 1 each."""
     times = (1.0, 1.0, 1.0) if text is None else to_times(text)
     if times is not None:
         if not all(0 <= time <= LARGEST_AMOUNT for time in times):
@@ -32,7 +32,7 @@ def read_costs(text: str | None, delay: float | None) -> GivenCosts:
 
 
 def choose_stages_per_rank(costs: GivenCosts, num_ranks: int, wanted: int | None) -> int | None:
-    """As wanted, or else as many as a file of costs has for each rank, if it has several."""
+    """Return `wanted`, or the number that a file of costs has per rank, if more than 1."""
     if wanted is not None or isinstance(costs, ShareCosts):
         return wanted
     count, rest = divmod(costs.costs.num_stages, num_ranks)
@@ -40,16 +40,16 @@ def choose_stages_per_rank(costs: GivenCosts, num_ranks: int, wanted: int | None
 
 
 def costs_of(recording: Recording, delay: float | None) -> TableCosts:
-    """Return what a run measured, in seconds."""
+    """Return the costs that a run measured, in seconds."""
     return TableCosts(with_delay(recording.costs(), delay), "s", recording.schedule)
 
 
 def _load(path: str, delay: float | None) -> TableCosts:
-    """From a file of costs, or of recorded steps."""
+    """Load costs from a file of costs or a recording."""
     text = read_text(path)
     try:
         if holds_recording(text):
             return costs_of(Recording.from_json(text), delay)
         return TableCosts(with_delay(CostTable.from_json(text), delay))
     except PipelineError as exc:
-        raise OptionError(f"{path} holds no costs that can be read: {exc}") from exc
+        raise OptionError(f"The costs in {path} cannot be read: {exc}") from exc

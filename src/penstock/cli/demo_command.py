@@ -1,4 +1,4 @@
-"""`penstock demo`: what Penstock does, shown in a minute or two on this machine."""
+"""`penstock demo`: show what Penstock does, in a minute or two on this machine."""
 
 import os
 from dataclasses import replace
@@ -23,13 +23,13 @@ _MODEL = GptConfig(num_layers=8, width=192, num_heads=4, context=64)
 
 
 def demo(
-    steps: Annotated[int, typer.Option("--steps", help="Of each training.")] = 100,
+    steps: Annotated[int, typer.Option("--steps", help="Number of steps of each training.")] = 100,
     schedule: Annotated[
-        str, typer.Option("--schedule", metavar="NAME|FILE", help="To compare with 1F1B.")
+        str, typer.Option("--schedule", metavar="NAME|FILE", help="Schedule to compare with 1F1B.")
     ] = "ZB-V",
     ranks: Annotated[int, typer.Option("--ranks", "-p", help="Processes to start.")] = 2,
     microbatches: Annotated[
-        int, typer.Option("--microbatches", "-m", help="Pieces of each batch.")
+        int, typer.Option("--microbatches", "-m", help="Number of microbatches.")
     ] = 4,
     folder: Annotated[
         str, typer.Option("--folder", "-o", metavar="FOLDER", help="Where to put the files.")
@@ -38,8 +38,8 @@ def demo(
     """Train a small GPT by a zero-bubble schedule and by 1F1B, side by side, and compare.
 
     It learns the source code of Python's own library on two processes of this machine. Both
-    trainings start from the same weights and see the same batches, so they learn the same: what
-    differs is how long the processes wait for each other. This takes about a minute.
+    trainings start from the same weights and see the same batches, so they learn the same. They
+    differ only in how long the processes wait for each other. This takes about a minute.
 
     \b
     penstock demo
@@ -51,7 +51,7 @@ def demo(
     if is_worker(os.environ):
         raise typer.Exit(be_rank(lambda: _work(configs, texts[0], Path(folder))))
     with needed_by("the demo", ["matplotlib"], extra="cli,draw", error=OptionError):
-        import matplotlib  # noqa: F401  # Its pictures are drawn at the end, a minute from now.
+        import matplotlib  # noqa: F401  # Checked now: the pictures are drawn at the end.
     given = {
         "--steps": steps,
         "--schedule": schedule,
@@ -66,12 +66,12 @@ def demo(
 def _configs(
     steps: int, schedule: str, ranks: int, microbatches: int, folder: Path
 ) -> list[TrainConfig]:
-    """The same training by two schedules."""
+    """Return configs of the same training by two schedules."""
     is_auto = schedule.lower() == AUTO
     if is_auto or (not is_file(schedule) and get(schedule).name == BASELINE):
         raise OptionError(
-            f"--schedule is {schedule}, but {BASELINE} is compared with a schedule that is fixed. "
-            'Give the name of another, such as ZB-V; "penstock list" has them all.'
+            f"--schedule is {schedule}, but {BASELINE} must be compared with another, fixed "
+            'schedule. Give its name, such as ZB-V; "penstock list" lists them all.'
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def _configs(
 
 
 def _work(configs: list[TrainConfig], text: Text, folder: Path) -> None:
-    """Be one of the ranks; the first one shows what happens."""
+    """Run as one of the ranks; rank 0 shows the progress and the report."""
     from penstock.cli.demo_report import Progress, report
     from penstock.training.side_by_side import train_side_by_side
     from penstock.training.worker import joined

@@ -1,4 +1,4 @@
-"""How the demonstration shows itself while it runs, and what it says in the end."""
+"""The progress of the demonstration, and its report at the end."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ _MOST_COLUMNS = 60
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A bar on a terminal, and some lines otherwise."""
+    """The progress of the training: a bar on a terminal, otherwise some lines."""
 
     def __init__(self, configs: Sequence[TrainConfig], console: "Console", is_shown: bool) -> None:
         from rich import progress
@@ -58,7 +58,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._bar.stop()
 
     def show(self, schedule: str, done: StepDone) -> None:
-        """A step is over, of one of the schedules."""
+        """Show that one of the schedules has finished a step."""
         self._facts[schedule] = f"{schedule}: {done.tokens_per_s:,.0f} tokens/s"
         facts = f"loss {done.loss:.3f}  {'  '.join(self._facts[n] for n in sorted(self._facts))}"
         self._bar.update(self._task, completed=done.step, facts=facts)
@@ -71,7 +71,7 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def report(contenders: Sequence[Contender], folder: Path, console: "Console") -> None:
-    """Losses, timelines and bubbles, and the files with more of each."""
+    """Print losses, timelines and bubbles, and write files with more of each."""
     panels = [
         Panel.of_recording(f"{contender.schedule}, measured", contender.recording)
         for contender in contenders
@@ -91,7 +91,7 @@ def report(contenders: Sequence[Contender], folder: Path, console: "Console") ->
     (folder / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(
         f"\nIn {folder}:\n"
-        "  timeline.html  the timelines, to zoom and point at; timeline.png is a picture of them\n"
+        "  timeline.html  the timelines, to zoom and hover; timeline.png is a picture of them\n"
         "  loss.png       the losses\n"
         "  trace.json     the timelines for ui.perfetto.dev\n"
         "  figures.json   the figures above, and every loss\n"
@@ -111,11 +111,11 @@ def _print_losses(contenders: Sequence[Contender]) -> None:
     if apart == 0:
         print(f"The losses of all {len(first)} steps are equal to the last bit.")
     else:
-        print(f"In no step were the two losses further apart than {apart:.1g}.")
+        print(f"The two losses differ by at most {apart:.1g} in any step.")
 
 
 def sparkline(values: Sequence[float], columns: int) -> str:
-    """Values as a row of bars, each the mean of its share of them."""
+    """Return values as a row of bars, each the mean of several neighbouring values."""
     count = min(columns, len(values))
     edges = [round(number * len(values) / count) for number in range(count + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
@@ -152,6 +152,6 @@ def _print_bubbles(contenders: Sequence[Contender]) -> None:
     print_table(header, rows, words=("schedule",))
     if figures[1]["step_s"] > figures[0]["step_s"]:
         print(
-            f"{figures[1]['schedule']} was slower here. Each process needs a core of its own: what "
-            "else runs takes it away, and the bubble is then filled with waiting for the core."
+            f"{figures[1]['schedule']} was slower here. Each process needs a core of its own. If "
+            "other programs use it, waiting for the core counts as work: the bubble looks smaller."
         )

@@ -1,4 +1,4 @@
-"""Schedules as they are named: by the name of an algorithm, or by a file."""
+"""Schedules given by the name of an algorithm, or by a file."""
 
 import os
 from collections.abc import Sequence
@@ -18,20 +18,21 @@ from penstock.solver.placement_choices import describe
 from penstock.timeline import Recording
 from penstock.training.settings import check_size
 
-_NUM_RANKS, _NUM_MICROBATCHES = 4, 8  # If nothing says how many.
+_NUM_RANKS, _NUM_MICROBATCHES = 4, 8  # The defaults.
 
 
 class ShapeOptions(NamedTuple):
-    """The options for the shape of a schedule, as far as they are given."""
+    """The options for the shape of a schedule; None if one is not given."""
 
     ranks: int | None
     microbatches: int | None
     stages_per_rank: int | None
 
     def of(self, schedule: Schedule | None, costs: GivenCosts | None) -> tuple[int, int]:
-        """The numbers of ranks and microbatches.
+        """Return the numbers of ranks and microbatches.
 
-        As given; or those of `schedule`, or of the recording that the costs are from, or usual.
+        They are those given, or those of `schedule` or of the recording that the costs are from,
+        or the defaults.
         """
         if schedule is None and costs is not None:
             schedule = costs.schedule
@@ -47,21 +48,20 @@ class ShapeOptions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A schedule with the name that it was given by."""
+    """A schedule, with the name or file that the user gave."""
 
     name: str
     schedule: Schedule
     recording: Recording | None = None
-    """The steps, if it comes from a recording."""
+    """The recording, if the schedule comes from one."""
 
 
 def read_schedules(
     names: Sequence[str], options: ShapeOptions, costs: GivenCosts | None = None
 ) -> list[Given]:
-    """The schedules of these names and files, in their order.
+    """Return the schedules with these names and files, in their order.
 
-    Those by name have the shape that the options say, or else that of the first file, or that of
-    the costs.
+    Schedules by name have the shape of the options, or else of the first file or of the costs.
     """
     found = [_generator_or_file(name) for name in names]
     files = [value for value in found if isinstance(value, Given)]
@@ -78,7 +78,7 @@ def read_schedules(
             value(
                 num_ranks=num_ranks,
                 num_microbatches=num_microbatches,
-                # Beside one that takes any number, others keep their own.
+                # If another schedule takes any number, the rest keep their own.
                 stages_per_rank=options.stages_per_rank
                 if value.takes_any_stages_per_rank or not any(takes_any)
                 else None,
@@ -91,7 +91,7 @@ def read_schedules(
 def choose_costs(
     given: Sequence[Given], named: GivenCosts | None, delay: float | None
 ) -> GivenCosts:
-    """The costs of the option; or those of the first recording, so that all is like the real."""
+    """Return the costs of the option, or those measured in the first recording."""
     if named is not None:
         return named
     for one in given:
@@ -101,7 +101,7 @@ def choose_costs(
 
 
 def read_file(path: str) -> Given:
-    """The schedule in a file, PyTorch's CSV or a recording; it can be run."""
+    """Read and verify the schedule in a file: PyTorch's CSV or a recording."""
     text = read_text(path)
     where = "standard input" if path == PIPE else path
     try:
@@ -116,7 +116,7 @@ def read_file(path: str) -> Given:
 
 
 def describe_shape(schedule: Schedule) -> str:
-    """How many there are of everything, and how the stages are placed.
+    """Return the numbers of ranks, stages, microbatches and actions, and the placement.
 
     >>> describe_shape(get("1F1B")(num_ranks=4, num_microbatches=8))
     '4 ranks, 4 stages (linear), 8 microbatches, 64 actions'
@@ -126,7 +126,7 @@ def describe_shape(schedule: Schedule) -> str:
 
 
 def _usual_ranks(costs: GivenCosts | None) -> int:
-    """4, unless the stages of a file of costs cannot be shared out among so many."""
+    """Return 4, or the number of stages in the costs if 4 does not divide it."""
     if isinstance(costs, TableCosts) and costs.costs.num_stages % _NUM_RANKS:
         return costs.costs.num_stages
     return _NUM_RANKS
@@ -147,18 +147,18 @@ def _looks_like_a_file(name: str) -> bool:
 
 
 def _check_shape(file: Given, options: ShapeOptions, *, is_alone: bool) -> None:
-    """What is in a file cannot be changed, so options that say otherwise are a mistake."""
+    """Raise an error if the options differ from the shape of a file, which is fixed."""
     for option, wanted, found, noun in (
         ("--ranks", options.ranks, file.schedule.num_ranks, "ranks"),
         ("--microbatches", options.microbatches, file.schedule.num_microbatches, "microbatches"),
     ):
         if wanted not in (None, found):
             raise OptionError(
-                f"{option} is {wanted}, but {file.name} has {found} {noun}. Leave it out: a file "
-                "says how many there are."
+                f"{option} is {wanted}, but {file.name} has {found} {noun}. Leave it out: the file "
+                "has its own number."
             )
     if is_alone and options.stages_per_rank is not None:
         raise OptionError(
-            f"--stages-per-rank is {options.stages_per_rank}, but {file.name} has its stages. "
-            "Leave it out: it is for schedules by name."
+            f"--stages-per-rank is {options.stages_per_rank}, but {file.name} has its own stages. "
+            "Leave it out: it is for schedules given by name."
         )

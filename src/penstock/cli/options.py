@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -23,7 +23,7 @@ StagesPerRank: TypeAlias = Annotated[
         "-v",
         metavar="N",
         min=1,
-        help="For schedules that take any number of stages.",
+        help="Number of stages per rank, for schedules that take any.",
     ),
 ]
 CostsText: TypeAlias = Annotated[
@@ -32,7 +32,7 @@ CostsText: TypeAlias = Annotated[
         "--costs",
         metavar="F,I,W|FILE",
         help="Times of a rank's forward, input and weight backward, in any unit, 1,1,1 if not "
-        "given; or a file by CostTable.save; or a recording.",
+        "given; or a file written by CostTable.save; or a recording.",
     ),
 ]
 Delay: TypeAlias = Annotated[
@@ -42,7 +42,7 @@ Delay: TypeAlias = Annotated[
         metavar="TIME",
         min=0,
         max=LARGEST_AMOUNT,
-        help="What a message between ranks takes.",
+        help="Time that a message between ranks takes.",
     ),
 ]
 Memory: TypeAlias = Annotated[
@@ -50,26 +50,26 @@ Memory: TypeAlias = Annotated[
     typer.Option(
         "--memory",
         metavar="CAP",
-        help="What a rank may hold, as 4 or 8GiB, in the unit of the costs; without a file of "
-        "costs, in microbatches. Or one for each rank: 4,4,6,8.",
+        help="Memory that a rank may hold, such as 4 or 8GiB, in the unit of the costs; without a "
+        "file of costs, in microbatches. Or one for each rank: 4,4,6,8.",
     ),
 ]
 ClockName: TypeAlias = Annotated[
     Literal["makespan", "span"],
-    typer.Option("--clock", help="Which time counts: of all ranks together, or of each by itself."),
+    typer.Option("--clock", help="Time to compare: of all ranks together, or of each rank alone."),
 ]
 Names: TypeAlias = Annotated[
     list[str], typer.Argument(metavar="NAME", help="Names, CSV files or recordings.")
 ]
 Seconds: TypeAlias = Annotated[
-    float, typer.Option(metavar="SECONDS", help="How long to search at most.")
+    float, typer.Option(metavar="SECONDS", help="Longest time to search.")
 ]
 Effort: TypeAlias = Annotated[
-    float, typer.Option(metavar="X", help="How much is tried; 0.1 is quick, 10 is thorough.")
+    float, typer.Option(metavar="X", help="Amount to try; 0.1 is quick, 10 is thorough.")
 ]
 Output: TypeAlias = Annotated[
-    str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write; - is stdout.")
+    str | None, typer.Option("--output", "-o", metavar="FILE", help="File to write; - is stdout.")
 ]
 AsJson: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="Print JSON, and nothing else, for other programs.")
+    bool, typer.Option("--json", help="Print only JSON, for other programs.")
 ]

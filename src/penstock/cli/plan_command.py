@@ -1,4 +1,4 @@
-"""`penstock plan`: how to cut a model, into how many microbatches, with which schedule."""
+"""`penstock plan`: choose the cut, the number of microbatches and the schedule for a model."""
 
 import logging
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,13 +23,15 @@ if TYPE_CHECKING:  # torch is loaded when the command runs.
 def plan(
     function: Annotated[
         str,
-        typer.Argument(metavar="MODULE:FUNCTION", help="Where the model is made; FILE.py:… too."),
+        typer.Argument(
+            metavar="MODULE:FUNCTION", help="Function that makes the model; FILE.py:… works too."
+        ),
     ],
     ranks: Annotated[
         int, typer.Option("--ranks", "-p", metavar="N", min=1, help="Number of ranks.")
     ] = 4,
     memory: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="What each rank has, such as 8GiB.")
+        str | None, typer.Option(metavar="BYTES", help="Memory of each rank, such as 8GiB.")
     ] = None,
     microbatches: Annotated[
         str | None,
@@ -46,29 +48,29 @@ def plan(
     ] = False,
     speed: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Operations that a rank does in a second: 1e14."),
+        typer.Option(metavar="X", help="Operations that a rank does per second, such as 1e14."),
     ] = None,
     delay: Annotated[
-        float, typer.Option(metavar="TIME", min=0, help="What a message takes at least.")
+        float, typer.Option(metavar="TIME", min=0, help="Least time of a message.")
     ] = 0.0,
     overhead: Annotated[
-        float, typer.Option(metavar="TIME", min=0, help="What an action takes beside its work.")
+        float, typer.Option(metavar="TIME", min=0, help="Time of an action besides its work.")
     ] = 0.0,
     seconds: Seconds = 60.0,
     effort: Effort = 1.0,
     output: Output = None,
     save_costs: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Where to write what its stages cost, for show."),
+        typer.Option(metavar="FILE", help="File for the costs of the stages, for show."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan how to cut a model, and how to train it.
 
-    Tells the best cuts, numbers of microbatches and schedules before there are machines for them.
+    Prints the best cuts, numbers of microbatches and schedules; the machines are not needed yet.
 
     FUNCTION takes no argument and returns the model and its arguments for a whole batch, as
-    (model, args) or (model, args, kwargs). The meta device will do, then nothing is computed.
+    (model, args) or (model, args, kwargs). On the meta device, nothing is computed.
     Times are in operations; with --speed or --measure they are in seconds, and so are --delay and
     --overhead. The best schedule is written as CSV if a file is given.
 
@@ -104,7 +106,7 @@ def plan(
 
 
 def _write(found: "Plan", output: str | None, save_costs: str | None) -> None:
-    """The best, into the files that are given."""
+    """Write the best schedule and its costs to the files that are given."""
     if output is not None:
         write_text(output, found.best.schedule.to_csv())
     if save_costs is not None:
@@ -119,14 +121,14 @@ def _plan(name: str, num_ranks: int, options: dict[str, Any]) -> "Plan":
     with errors_in_one_line(f"{name} failed"):
         made = function()
     model, args, kwargs = _check_made(name, made)
-    # torch would log, in many lines, what is told in one; --debug shows where it was raised.
+    # torch would log in many lines an error that we print in one; --debug shows the traceback.
     logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
     with errors_in_one_line("The model failed"):
         return make_plan(model, num_ranks, batch=args, kwargs=kwargs, **options)
 
 
 def _check_made(name: str, made: Any) -> tuple["nn.Module", tuple[Any, ...], dict[str, Any]]:
-    """The model, its arguments and its keyword arguments."""
+    """Return the model, its arguments and its keyword arguments, after checking them."""
     from torch import Tensor, nn
 
     match made:
@@ -147,7 +149,7 @@ def _check_made(name: str, made: Any) -> tuple["nn.Module", tuple[Any, ...], dic
     if not isinstance(args, tuple | list):
         raise OptionError(
             f"{name} returned a {type(args).__name__} as the arguments of the model. Expected a "
-            "tuple of what it is called with, for a whole batch."
+            "tuple of its arguments for a whole batch."
         )
     return model, tuple(args), kwargs
 

@@ -1,4 +1,4 @@
-"""`penstock search`: the schedule made for given costs and memory."""
+"""`penstock search`: find the best schedule for given costs and memory."""
 
 from collections.abc import Collection
 from enum import StrEnum
@@ -52,8 +52,8 @@ def search(
             "-v",
             metavar="N",
             min=1,
-            help="How many stages a rank has; both 1 and 2 are tried if not given. A file of "
-            "costs says it by itself.",
+            help="Number of stages per rank; both 1 and 2 are tried if not given. A file of "
+            "costs has its own number.",
         ),
     ] = None,
     costs: CostsText = None,
@@ -61,7 +61,9 @@ def search(
     memory: Memory = None,
     placement: Annotated[
         list[PlacementName] | None,
-        typer.Option("--placement", help="How stages are placed on ranks; all if not given."),
+        typer.Option(
+            "--placement", help="Placement of stages on ranks; all are tried if not given."
+        ),
     ] = None,
     clock: ClockName = "makespan",
     seconds: Seconds = 60.0,
@@ -71,8 +73,9 @@ def search(
 ) -> None:
     """Find the best schedule for given costs and memory.
 
-    Prints what was tried, the fastest first, and how far the best is from a time that no schedule
-    can beat: a gap of 0 is a proof. The best is written as CSV if a file is given.
+    Prints the schedules that were tried, the fastest first, and the gap of the best to a time that
+    no schedule can beat; a gap of 0 proves that none is faster. The best is written as CSV if a
+    file is given.
 
     \b
     penstock search -p 4 -m 8 --costs 1,1.2,0.8 --memory 3
@@ -102,7 +105,7 @@ def search(
 def _placements(
     costs: GivenCosts, num_ranks: int, stages_per_rank: int | None, names: Collection[PlacementName]
 ) -> list[list[Placement]]:
-    """Those to choose from; the ones of a list have as many stages."""
+    """Return the placements to choose from, in lists with the same number of stages."""
     count = choose_stages_per_rank(costs, num_ranks, stages_per_rank)
     if count is not None and count > 1 and PlacementName.LINEAR in names:
         raise OptionError(

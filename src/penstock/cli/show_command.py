@@ -1,4 +1,4 @@
-"""`penstock show`: schedules to look at, in the terminal or as a file."""
+"""`penstock show`: draw schedules in the terminal or as a file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -30,10 +30,12 @@ def show(
             "--output",
             "-o",
             metavar="FILE",
-            help="Draw into a file: .svg or .png, an .html page, or .json for Perfetto.",
+            help="Draw to a file: .svg or .png, an .html page, or .json for Perfetto.",
         ),
     ] = None,
-    dark: Annotated[bool, typer.Option("--dark", help="Draw a picture on black.")] = False,
+    dark: Annotated[
+        bool, typer.Option("--dark", help="Draw the picture on a dark background.")
+    ] = False,
     width: Annotated[
         int | None,
         typer.Option(
@@ -47,11 +49,11 @@ def show(
 ) -> None:
     """Draw schedules over time, with bubbles and memory.
 
-    Several are drawn under each other, on one time axis.
+    Several are drawn below each other, on one time axis.
 
-    NAME is a schedule ("penstock list" has them all), a CSV file, or a recording of a real run:
-    then its typical step is drawn, in seconds, with the simulated one beneath, and what else is
-    drawn is simulated with the costs that were measured.
+    NAME is a schedule ("penstock list" lists them all), a CSV file, or a recording of a real run.
+    For a recording, its typical step is drawn in seconds, with the simulated one beneath; other
+    schedules are simulated with the measured costs.
 
     \b
     penstock show ZB-V -p 4 -m 8
@@ -68,13 +70,13 @@ def show(
         if one.recording is not None and isinstance(chosen, ShareCosts):
             raise OptionError(
                 f"--costs is {costs}, but {one.name} was measured in seconds and has costs of its "
-                "own. Leave it out, or give a file."
+                "own. Leave --costs out, or give a file."
             )
-    # What stands beside a measured step is drawn on the same axis.
+    # Schedules drawn with a measured step share its axis.
     is_in_seconds = chosen.time_unit == "s" or any(one.recording for one in given)
     panels = [_panel(one, chosen, is_in_seconds) for one in given]
     if output in (None, PIPE):
-        # rich is loaded for the terminal alone.
+        # rich is loaded only for the terminal.
         from penstock.draw.in_terminal import print_panels
 
         print_panels(panels, console(width))

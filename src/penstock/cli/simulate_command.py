@@ -1,4 +1,4 @@
-"""`penstock simulate`: the numbers of a schedule."""
+"""`penstock simulate`: print the times, bubbles and memory of schedules."""
 
 from typing import Annotated, Any
 
@@ -23,14 +23,14 @@ def simulate(
     costs: CostsText = None,
     delay: Delay = None,
     blocking: Annotated[
-        bool, typer.Option("--blocking", help="Let sends and receives keep their ranks waiting.")
+        bool, typer.Option("--blocking", help="Let sends and receives block their ranks.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell the times, bubbles and memory of schedules.
+    """Print the times, bubbles and memory of schedules.
 
-    NAME is a schedule ("penstock list" has them all), a CSV file, or a recording of a real run: its
-    schedule is simulated, and so are the others, with the costs that were measured.
+    NAME is a schedule ("penstock list" lists them all), a CSV file, or a recording of a real run.
+    With a recording, its schedule and the others are simulated with the measured costs.
 
     \b
     penstock simulate ZB-V -p 4 -m 8

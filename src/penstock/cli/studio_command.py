@@ -1,4 +1,4 @@
-"""`penstock studio`: a page to play with."""
+"""`penstock studio`: serve the studio, a page to explore schedules."""
 
 from typing import Annotated
 
@@ -21,18 +21,18 @@ def studio(
     port: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=0, max=65535, help="Of the address; any that is free if it is 0."
+            metavar="N", min=0, max=65535, help="Port of the page; 0 for any that is free."
         ),
     ] = None,
     is_opened: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in your browser.")
     ] = True,
 ) -> None:
-    """Play with schedules on a page in your browser.
+    """Explore schedules on a page in your browser.
 
-    Ranks, microbatches, costs, memory and schedule are changed there, and the timeline, the memory
-    and the comparison of all schedules follow at once. Only this machine can reach the page, and
-    the page asks no other. The options say what it begins with. Ctrl-C stops it.
+    You change ranks, microbatches, costs, memory and schedule there; the timeline, the memory and
+    the comparison of all schedules are updated at once. Only this machine can reach the page, and
+    the page contacts no other machine. The options set its first values. Ctrl-C stops it.
 
     \b
     penstock studio
@@ -48,9 +48,9 @@ def studio(
         fields["units"] = "seconds"
     if memory is not None:
         fields["memory"] = memory
-        if memory[-1:].isalpha():  # Then the file has bytes, and seconds.
+        if memory[-1:].isalpha():  # Then the costs are in bytes and seconds.
             fields["units"] = "seconds and bytes"
-    read_inputs(fields)  # What is wrong is said here, not in the browser.
+    read_inputs(fields)  # Errors are reported here, not in the browser.
     # uvicorn and starlette take a while to load.
     from penstock.studio.serving import serve
 

@@ -1,4 +1,4 @@
-"""`penstock train`: a language model, trained on the processes of one machine or of many."""
+"""`penstock train`: train a language model on the processes of one machine or several."""
 
 import os
 import sys
@@ -19,15 +19,21 @@ from penstock.training.text import Text
 def train(
     size: Annotated[
         str | None,
-        typer.Option("--size", metavar="|".join(SIZES), help="How large the model is: small."),
+        typer.Option(
+            "--size", metavar="|".join(SIZES), help="Size of the model; small if not given."
+        ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks of the model.")] = None,
-    width: Annotated[int | None, typer.Option(help="Numbers for each token.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Heads of the attention.")] = None,
-    context: Annotated[int | None, typer.Option(help="Bytes that it reads at a time.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of blocks of the model.")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Width of the model: numbers per token.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Number of attention heads.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Number of bytes that it reads at a time.")
+    ] = None,
     text: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="What to learn; Python's own library if not given."),
+        typer.Option(metavar="FILE", help="Text to learn; Python's own library if not given."),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", "-p", help="Processes to start; 2 if not given.")
@@ -37,19 +43,29 @@ def train(
         typer.Option(metavar="NAME|auto|FILE", help="ZB-V if not given; FILE ends in .csv."),
     ] = None,
     stages_per_rank: Annotated[
-        int | None, typer.Option("--stages-per-rank", "-v", help="As the schedule has them.")
+        int | None,
+        typer.Option("--stages-per-rank", "-v", help="The schedule's own number if not given."),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", "-m", help="8 if not given.")
+        int | None,
+        typer.Option("--microbatches", "-m", help="Number of microbatches; 8 if not given."),
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences in a step; 16.")] = None,
-    steps: Annotated[int | None, typer.Option(help="The number of the last step; 200.")] = None,
-    lr: Annotated[float | None, typer.Option(help="The learning rate of AdamW; 0.001.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights and batches; 0.")] = None,
-    checkpoint: Annotated[str, typer.Option(metavar="FOLDER", help="Where to save.")] = "",
-    every: Annotated[int | None, typer.Option(help="Save after so many steps; 100.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences in a step; 16 if not given.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Number of the last step; 200 if not given.")
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate of AdamW; 0.001 if not given.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of weights and batches; 0 if not given.")
+    ] = None,
+    checkpoint: Annotated[str, typer.Option(metavar="FOLDER", help="Folder for checkpoints.")] = "",
+    every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; 100 if not given.")
+    ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in FOLDER.")
+        bool, typer.Option("--resume", help="Continue from the last checkpoint in FOLDER.")
     ] = False,
     record: Annotated[
         str, typer.Option(metavar="FILE", help="Record the steps, for penstock show.")
@@ -60,8 +76,9 @@ def train(
 ) -> None:
     """Train a small language model that reads bytes, in pipeline-parallel stages.
 
-    A training that is resumed may run on other ranks and by another schedule than before; what is
-    left out then is as it was. On several machines, let torchrun start it on each.
+    A resumed training may use other ranks and another schedule than before. What the checkpoint
+    holds (model, text, batch, seed, microbatches, learning rate) is kept if it is left out. On
+    several machines, start it on each with torchrun.
 
     \b
     penstock train
@@ -95,7 +112,7 @@ def train(
 
 
 def _run(choices: Choices, as_json: bool) -> int:
-    """Be one of the ranks, or start them; returns the exit code."""
+    """Run as one of the ranks, or start them; return the exit code."""
     config = choices.config(os.environ)
     read = check_run(config)
     if is_worker(os.environ):
@@ -105,12 +122,12 @@ def _run(choices: Choices, as_json: bool) -> int:
         return start_ranks(arguments, config.num_ranks)
     except KeyboardInterrupt:
         if config.checkpoint and (saved := saved_steps(Path(config.checkpoint))):
-            print(f"--resume goes on from step {saved[-1]}", file=sys.stderr)
+            print(f"--resume continues from step {saved[-1]}", file=sys.stderr)
         raise
 
 
 def as_arguments(config: TrainConfig) -> list[str]:
-    """The command line of a run."""
+    """Return the command line of a run."""
     model = config.model
     values = {
         "--layers": model.num_layers,
@@ -135,7 +152,7 @@ def as_arguments(config: TrainConfig) -> list[str]:
 
 
 def _work(config: TrainConfig, text: Text, is_json: bool) -> None:
-    """Be one of the ranks."""
+    """Run as one of the ranks."""
     display = make_display(config, is_json=is_json, is_first=os.environ["RANK"] == "0")
     display.begin()
     trained = None

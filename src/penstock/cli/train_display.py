@@ -1,4 +1,4 @@
-"""How a training shows itself: as a bar on a terminal, as lines in a file, or as JSON."""
+"""The display of a training: a bar on a terminal, lines in a file, or JSON."""
 
 import json
 import sys
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from penstock.training.trainer import StepDone, Trained
 
 _LINES = 20
-"""About as many are printed of a run, however long it is."""
+"""The approximate number of lines printed for a run of any length."""
 
 
 class AbstractDisplay(ABC):
-    """Told by rank 0 of what it does."""
+    """The display of a training; rank 0 calls it."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Before the first step."""
+        """Start the display before the first step."""
 
     @abstractmethod
     def show(self, done: "StepDone") -> None:
-        """After each step."""
+        """Show a step that has finished."""
 
     @abstractmethod
     def end(self, trained: "Trained | None") -> None:
-        """After the last step, or without one if it came to nothing."""
+        """End the display after the last step; `trained` is None if the training failed."""
 
 
 def make_display(config: TrainConfig, *, is_json: bool, is_first: bool) -> AbstractDisplay:
-    """What fits to where the output goes; only the first rank has one."""
+    """Return the display that suits the output; only the first rank shows anything."""
     if not is_first:
         return Silence()
     if is_json:
@@ -47,7 +47,7 @@ def make_display(config: TrainConfig, *, is_json: bool, is_first: bool) -> Abstr
 
 
 class Silence(AbstractDisplay):
-    """Of the other ranks."""
+    """The display of the other ranks, which shows nothing."""
 
     def begin(self) -> None: ...
 
@@ -95,7 +95,7 @@ class Lines(AbstractDisplay):
 
 
 class Bar(AbstractDisplay):
-    """A bar with the loss, the speed, and the time that is left."""
+    """A bar with the loss, the speed and the remaining time."""
 
     def __init__(self, config: TrainConfig) -> None:
         from rich import progress
@@ -125,7 +125,7 @@ class Bar(AbstractDisplay):
 
 
 def describe(config: TrainConfig) -> str:
-    """What is going to be done."""
+    """Return a line that describes the run before it begins."""
     model, num_stages = config.model, choose_orders(config).placement.num_stages
     went_on = f", from the last checkpoint in {config.checkpoint}" if config.resume else ""
     return (
@@ -135,7 +135,7 @@ def describe(config: TrainConfig) -> str:
 
 
 def summarise(config: TrainConfig, trained: "Trained") -> str:
-    """What was done."""
+    """Return lines that summarise the finished run."""
     lines = [
         f"loss {trained.steps[-1].loss:.4f} in step {trained.steps[-1].step}, "
         f"{trained.tokens_per_s:,.0f} tokens/s (median)",
@@ -144,17 +144,19 @@ def summarise(config: TrainConfig, trained: "Trained") -> str:
     if config.checkpoint:
         lines.append(f"checkpoint {step_folder(Path(config.checkpoint), config.steps)}")
     if config.record:
-        lines.append(f'recording {config.record}: see it by "penstock show {config.record}"')
+        lines.append(f'recording {config.record}: view it with "penstock show {config.record}"')
     return "\n".join(lines)
 
 
 def _describe_schedule(config: TrainConfig, trained: "Trained") -> str:
     if config.schedule.lower() == AUTO:  # It was made for costs that are not equal.
         known = registered(trained.schedule.placement, trained.schedule.num_microbatches)
-        found = next((name for name, same in known if same == trained.schedule), "one of its own")
+        found = next(
+            (name for name, same in known if same == trained.schedule), "a new one, without a name"
+        )
         return f"schedule auto, found in the first steps: {found}"
     bubble = simulate(trained.schedule).bubble_by_makespan
     return (
-        f"schedule {config.schedule}, expected bubble {bubble:.1%} where F, I and W of all stages "
+        f"schedule {config.schedule}, expected bubble {bubble:.1%} if F, I and W of all stages "
         "cost the same"
     )

@@ -1,4 +1,4 @@
-"""The user's own code: found by name, called, and its errors told in one line."""
+"""The user's own code: found by name, called, and its errors reported in one line."""
 
 import difflib
 import importlib
@@ -17,13 +17,13 @@ _NOT_THE_USERS = (Path(__file__).parents[1], Path(sysconfig.get_paths()["stdlib"
 
 
 def load_function(name: str) -> Callable[[], Any]:
-    """The function that `module:function` or `file.py:function` names.
+    """Return the function that `module:function` or `file.py:function` names.
 
-    Modules are found in the current folder too, as by `python -m`.
+    Modules are found in the current folder too, as with `python -m`.
     """
     module_name, colon, function_name = name.rpartition(":")
     if not colon or not module_name or not function_name:
-        raise OptionError(f"{name!r} names no function. {_EXPECTED}")
+        raise OptionError(f"{name!r} does not name a function. {_EXPECTED}")
     folder = Path()
     if module_name.endswith(".py"):
         folder, module_name = Path(module_name).parent, Path(module_name).stem
@@ -33,9 +33,9 @@ def load_function(name: str) -> Callable[[], Any]:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as exc:
             if exc.name is None or not f"{module_name}.".startswith(f"{exc.name}."):
-                raise  # It is another that the user's module lacks.
+                raise  # The user's module imports another one that is missing.
             raise OptionError(
-                f"There is no module {module_name!r} in {folder.resolve()}, nor installed. "
+                f"The module {module_name!r} is neither in {folder.resolve()} nor installed. "
                 f"{_EXPECTED}"
             ) from exc
     found = getattr(module, function_name, None)
@@ -54,7 +54,7 @@ def load_function(name: str) -> Callable[[], Any]:
 
 @contextmanager
 def errors_in_one_line(what: str) -> Iterator[None]:
-    """An error of the user's code becomes ours: what it is, and in which line it was raised."""
+    """Turn an error of the user's code into ours, with the line that raised it."""
     try:
         yield
     except PipelineError:
@@ -67,7 +67,7 @@ def _describe(exc: BaseException) -> str:
     said = " ".join(str(exc).split())
     text = f"{type(exc).__name__}: {said}" if said else type(exc).__name__
     if isinstance(exc, SyntaxError) and exc.filename is not None:
-        return text  # It says where by itself; the line that was run is the import.
+        return text  # Its text has the line; the last frame is only the import.
     frames = traceback.extract_tb(exc.__traceback__)
     own = [frame for frame in frames if _is_users(frame.filename)]
     return f"{text} ({own[-1].filename}, line {own[-1].lineno})" if own else text

@@ -1,22 +1,22 @@
 """A link between two processes of one machine, without a thread that receives.
 
 A message is copied into a *slot*, a piece of memory that both processes map, and announced by a
-packet on a socket. While the receiver computes, the packet just lies there: nothing wakes up,
-where a thread that waits for packets would take the processor away from the computation for
-every message. A receiver that waits sleeps on the socket.
+packet on a socket. While the receiver computes, the packet stays in the socket and nothing wakes
+up. A thread that waits for packets would interrupt the computation for every message. A receiver
+that waits sleeps on the socket.
 
     sender                      socket                 receiver
     copy into a free slot ────▶ where, how much ─────▶ copy out of it
-    use its slot again ◀─────── by shared memory ───── count the message as taken
+    use its slot again ◀─────── in shared memory ───── count the message as taken
 
-Slots are in *arenas*, files in memory; a new arena comes with the first packet that names it.
-Each has as many slots as are in use already, so there are few, however many messages are under
-way; and at most twice the memory that the messages need.
+Slots are in *arenas*, files in memory; a new arena is sent with the first packet that names it.
+Each new arena has as many slots as are already in use. So there are few arenas, however many
+messages are in flight, and at most twice the memory that the messages need.
 
 Memory order: a message is announced by a system call, which orders what was written before it. The
 count of messages taken is a plain store after the copy, with no barrier. On x86-64 no store
 overtakes an earlier load, so a sender that sees the count may overwrite the slot. Other processors,
-such as ARM, promise no such order; there `find_machine` returns nothing, and gloo is used.
+such as ARM, do not guarantee this order; there `find_machine` returns "", and gloo is used.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from penstock.ir.message import Channel
 _PACKET = struct.Struct("=qqq")
 _NUMBER = struct.Struct("=q")
 _HEAD_BYTES = mmap.PAGESIZE
-"""At the head of the first arena: how many messages have been taken."""
+"""The size of an arena's head; the first arena's head holds the number of messages taken."""
 _LONGEST_SLEEP_S = 3600.0
 _ORDERED_PROCESSORS = ("x86_64", "amd64")
 """Values of `platform.machine()`, in lower case, where no store overtakes an earlier load."""
@@ -62,8 +62,8 @@ class _Slot(NamedTuple):
 class SharedMemoryLink(AbstractLink):
     """One end of a connection to another process; `connection` is a SEQPACKET socket.
 
-    Who waits for one link sends what the others of its `family` had no room for: another rank
-    may be waiting for that.
+    While waiting, a link also sends packets that the sockets of its `family` had no room for:
+    another rank may be waiting for them.
     """
 
     copies = True
@@ -82,13 +82,13 @@ class SharedMemoryLink(AbstractLink):
         self._posted: deque[_Posted] = deque()
 
     def connect(self, channel: Channel, timeout_s: float) -> None:
-        """The socket carries both channels already."""
+        """Do nothing: the socket already carries both channels."""
 
     def send(self, tensor: Tensor) -> Work:
         num_bytes = tensor.nbytes
         slot, files = self._outgoing.take_slot(num_bytes)
         address = self._outgoing.arenas[slot.arena].address + slot.offset
-        # Not by torch, which takes ten times as long where all else is out of the cache.
+        # Not with torch, which takes ten times as long when nothing else is in the cache.
         ctypes.memmove(address, tensor.data_ptr(), num_bytes)
         self._unsent.append((_PACKET.pack(slot.arena, slot.offset, num_bytes), files))
         self.flush()
@@ -99,8 +99,8 @@ class SharedMemoryLink(AbstractLink):
         return self._posted[-1]
 
     def close(self) -> None:
-        """The other end finds out at once, if it waits, though a forked process has a copy."""
-        with contextlib.suppress(OSError):  # It may be closed at the other end, or at both.
+        """Shut the socket down: a waiting process notices at once, even if a fork has a copy."""
+        with contextlib.suppress(OSError):  # It may already be closed, here or at the other end.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._release()
 
@@ -114,11 +114,11 @@ class SharedMemoryLink(AbstractLink):
         self._unsent.clear()
 
     def num_flushed(self) -> int:
-        """How many messages the socket has taken."""
+        """Return the number of messages that the socket has taken."""
         return self._outgoing.num_sent - len(self._unsent)
 
     def flush(self) -> None:
-        """Send packets that the socket had no room for: it takes some hundred."""
+        """Send packets that the socket had no room for; it holds a few hundred."""
         while self._unsent:
             packet, files = self._unsent[0]
             try:
@@ -163,10 +163,10 @@ class SharedMemoryLink(AbstractLink):
             return _Packet(*_PACKET.unpack(data)), files
 
     def sleep(self, deadline_s: float, events: int) -> None:
-        """Until one of the events happens here, or a link of the family can send on."""
+        """Sleep until one of the events happens here, or a link of the family can send again."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("no message came or went in time")
+            raise TimeoutError("no message was sent or received in time")
         poll = select.poll()
         poll.register(self._socket, events)
         for link in self._family:
@@ -177,7 +177,7 @@ class SharedMemoryLink(AbstractLink):
 
 
 class _Outgoing:
-    """The slots for what is sent. Messages are taken in order, so slots get free in order."""
+    """The slots for sending. Messages are taken in order, so slots become free in order."""
 
     def __init__(self) -> None:
         self.arenas: list[_Arena] = []
@@ -186,7 +186,7 @@ class _Outgoing:
         self.num_sent = 0
 
     def take_slot(self, num_bytes: int) -> tuple[_Slot, list[int]]:
-        """A slot that holds so much, and the file of its arena if that is new."""
+        """Return a slot for `num_bytes`, and the file of its arena if that is new."""
         files = []
         slot = self._find(num_bytes)
         if slot is None:
@@ -198,7 +198,7 @@ class _Outgoing:
         return slot, files
 
     def _find(self, num_bytes: int) -> _Slot | None:
-        """The smallest free slot that fits; of several the one used last, which is in the cache."""
+        """Return the smallest free slot that fits; of several, the last used (it is cached)."""
         if self.arenas:
             (num_taken,) = _NUMBER.unpack_from(self.arenas[0].memory)
             while self._in_use and self._in_use[0][0] <= num_taken:
@@ -207,7 +207,10 @@ class _Outgoing:
         return min(fitting, key=lambda slot: slot.capacity, default=None)
 
     def _add_arena(self, num_bytes: int) -> int:
-        """As many slots as there are of this size; sizes are powers of two, so there are few."""
+        """Add as many slots as are in use for this size, and return the file of the new arena.
+
+        Sizes are powers of two, so there are few of them.
+        """
         pages = max(-(-num_bytes // mmap.PAGESIZE), 1)
         capacity = (1 << (pages - 1).bit_length()) * mmap.PAGESIZE
         num_slots = max(sum(slot.capacity >= num_bytes for _, slot in self._in_use), 1)
@@ -234,14 +237,14 @@ def _close_all(files: list[int]) -> None:
 
 
 class _Posted:
-    """A receive; messages fill those of a link in order."""
+    """A posted receive; messages fill the receives of a link in order."""
 
     __slots__ = ("_link", "is_filled", "tensor")
 
     def __init__(self, link: SharedMemoryLink, tensor: Tensor) -> None:
         self.tensor = tensor
         self.is_filled = False
-        self._link = weakref.proxy(link)  # Which has it in turn, and must end with its last user.
+        self._link = weakref.proxy(link)  # The link refers to it, and must end with its last user.
 
     def wait(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -265,16 +268,16 @@ class _Sent:
 
 
 class Listener:
-    """Where other processes of this machine reach this one."""
+    """The socket at which other processes of this machine reach this one."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind("")  # Linux picks a free name; it is gone with the socket.
+        self._socket.bind("")  # Linux picks a free name, which ends with the socket.
         self._socket.listen()
         self.name: bytes = self._socket.getsockname()
 
     def accept(self, timeout_s: float) -> tuple[int, socket.socket]:
-        """The next process of this user that connects: the rank that it says, and the socket."""
+        """Return the rank and the socket of the next process of this user that connects."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._socket.settimeout(max(deadline_s - time.monotonic(), 1e-3))
@@ -295,7 +298,7 @@ class Listener:
 
 
 def connect(name: bytes, rank: int, timeout_s: float) -> socket.socket:
-    """A socket to the process that listens under `name`; tells it this process's rank."""
+    """Connect to the process that listens under `name`, and send it this process's rank."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(timeout_s)
     connection.connect(name)
@@ -304,7 +307,7 @@ def connect(name: bytes, rank: int, timeout_s: float) -> socket.socket:
 
 
 def find_machine() -> str:
-    """Return what processes must have in common to reach each other this way; empty if none can.
+    """Return an id shared by processes that can reach each other this way; empty if none can.
 
     It is empty on processors that may let a store overtake an earlier load, for the reason given
     at the top of this file.

@@ -1,4 +1,4 @@
-"""Numbers as they are typed: amounts of memory with units, and lists of numbers."""
+"""Numbers as users type them: amounts of memory with units, and lists of numbers."""
 
 import math
 import re
@@ -12,12 +12,12 @@ _UNITS: Final[dict[str, int]] = {
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
 }
-LARGEST_AMOUNT = 1e15  # Sums of larger ones may be more than a float holds.
+LARGEST_AMOUNT = 1e15  # Sums of larger amounts may exceed the largest float.
 _AMOUNT = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)")
 
 
 def to_amount(option: str, text: str) -> float:
-    """A number above 0, which may have a unit of memory behind it.
+    """Return a number above 0 from a text that may end in a unit of memory.
 
     >>> to_amount("--memory", "1.5 KiB")
     1536.0
@@ -34,25 +34,26 @@ def to_amount(option: str, text: str) -> float:
 
 
 def shortened(text: str) -> str:
-    """What was typed, in a few words even where it is a lot."""
+    """Return the text, cut off if it is long."""
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 def to_caps(text: str | None, *, in_microbatches: bool) -> float | tuple[float, ...] | None:
-    """What a rank may hold: one amount for all ranks, or one for each with commas between."""
+    """Return the cap of a rank: one amount for all ranks, or one for each, separated by commas."""
     if text is None:
         return None
     caps = tuple(to_amount("--memory", part) for part in text.split(","))
     if in_microbatches and any(part.strip()[-1:].isalpha() for part in text.split(",")):
         raise OptionError(
-            f"--memory is {text!r}, but without a file of costs nobody knows how many bytes a "
-            "microbatch holds. Expected a number of microbatches, such as 4; or give --costs FILE."
+            f"--memory is {text!r}, but the bytes that a microbatch holds are unknown "
+            "without a file of costs. "
+            "Expected a number of microbatches, such as 4; or give --costs FILE."
         )
     return caps[0] if len(caps) == 1 else caps
 
 
 def to_counts(option: str, text: str | None) -> list[int] | None:
-    """Whole numbers with commas between.
+    """Return whole numbers that are separated by commas.
 
     >>> to_counts("--microbatches", "8,16")
     [8, 16]
@@ -62,13 +63,13 @@ def to_counts(option: str, text: str | None) -> list[int] | None:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise OptionError(
-            f"{option} is {text!r}. Expected whole numbers above 0 with commas between: 8,16."
+            f"{option} is {text!r}. Expected whole numbers above 0, separated by commas: 8,16."
         )
     return [int(part) for part in parts]
 
 
 def to_times(text: str) -> tuple[float, float, float] | None:
-    """Three numbers with commas between, if that is what it is."""
+    """Return three numbers that are separated by commas, or None if the text is anything else."""
     numbers = [_to_number(part) for part in text.split(",")]
     if len(numbers) != 3 or any(math.isnan(number) for number in numbers):
         return None

@@ -1,4 +1,4 @@
-"""JSON texts that say what they hold: a format and its version."""
+"""JSON texts that name their format and its version."""
 
 import json
 from dataclasses import dataclass
@@ -9,32 +9,32 @@ from penstock.errors import PipelineError
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format by its name, the type that reads and writes it, and what errors are raised as."""
+    """A format: its name, the type that reads and writes it, and the type of its errors."""
 
     name: str
     version: int
     type_name: str
     error: type[PipelineError]
     remedy: str
-    """What to do about a text of another version."""
+    """The advice for a text of another version."""
 
     @property
     def header(self) -> dict[str, Any]:
-        """How each text begins."""
+        """The fields with which each text begins."""
         return {"format": self.name, "version": self.version}
 
     def parse(self, text: str) -> dict[str, Any]:
-        """What the text holds, if it is of this format and version."""
+        """Return the values in the text; raise an error if its format or version differs."""
         if not isinstance(text, str):
             raise self.error(
-                f"The text is a {type(text).__name__}. Give what the file holds: "
+                f"The text is a {type(text).__name__}. Give the contents of the file: "
                 f"path.read_text(), or use {self.type_name}.load(path)."
             )
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as exc:
             raise self.error(
-                f"The text is no JSON: {exc}. Expected what {self.type_name}.to_json() wrote."
+                f"The text is not JSON: {exc}. Expected what {self.type_name}.to_json() wrote."
             ) from exc
         if not isinstance(values, dict) or values.get("format") != self.name:
             got = values.get("format") if isinstance(values, dict) else None

@@ -28,7 +28,7 @@ Called: TypeAlias = nn.Module | Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The layers of a model in the order of their calls, by name; functions have names too."""
+    """The layers of a model in the order of their calls, with names; functions have names too."""
 
     model: nn.Module
     names: list[str]
@@ -36,12 +36,12 @@ class Chain:
 
     @classmethod
     def of(cls, model: nn.Module, layers: Sequence[str | Callable[..., Any]] | None) -> "Chain":
-        """The chain that `layers` describes, or that a Sequential is."""
+        """Return the chain that `layers` describes, or without `layers` that of a Sequential."""
         if layers is None:
             if not _is_sequence(model):
                 raise PartitionError(
-                    f"{type(model).__name__} has a forward or hooks of its own, so that it is not "
-                    "just its modules one after the other. Give layers, the names of its modules "
+                    f"{type(model).__name__} has its own forward or hooks, so it does more than "
+                    "call its modules one after the other. Give layers, the names of its modules "
                     "in the order in which they are called, or trace it with penstock.cut()."
                 )
             found: list[tuple[str, Called]] = list(_expand("", model))
@@ -62,13 +62,13 @@ class Chain:
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, Tensor) and tensor not in held:
                 raise PartitionError(
-                    f"{name!r} of {type(self.model).__name__} is in none of its layers, so that no "
-                    "stage would hold it. Name the module that has it, or put it into one with a "
-                    "forward."
+                    f"{name!r} of {type(self.model).__name__} is not in any of its layers, so no "
+                    "stage would hold it. Name the module that has it in layers, or move it into "
+                    "a module with a forward."
                 )
 
     def find(self, name: str) -> int:
-        """The layer at which a stage is to begin."""
+        """Return the index of the layer at which a stage should begin."""
         starts = [
             index
             for index, known in enumerate(self.names)
@@ -81,14 +81,14 @@ class Chain:
         return starts[0]
 
     def cut(self, starts: Iterable[int], *, is_trial: bool = False) -> CutModel:
-        """The stages that begin at these layers; in a trial they are only run one by one."""
+        """Cut the model into stages that begin at these layers; a trial only runs them singly."""
         begins = list(starts)
         ends = [*begins[1:], len(self.names)]
         if begins != sorted(set(begins)) or len(self.names) in begins:
             listed = ", ".join(self.names[begin] for begin in begins[1:])
             raise PartitionError(
                 f"the cut points {listed} leave a stage without a layer. "
-                "Give each once, in the order of the model, and not the first layer."
+                "Give each once, in the order of the model, and do not give the first layer."
             )
         ranges = [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
         if not is_trial:
@@ -102,7 +102,7 @@ class Chain:
         return CutModel(stages, by_stage, [self.names[begin] for begin in begins[1:]])
 
     def _check_buffers(self, ranges: Sequence[range]) -> None:
-        """Raises if stages might each change a buffer of their own, such as running statistics."""
+        """Raise an error if stages might change separate copies of a buffer, such as statistics."""
         found: dict[nn.Module, StageId] = {}
         for stage, indices in enumerate(ranges):
             for module in (m for i in indices for m in _modules(self.layers[i])):
@@ -110,13 +110,13 @@ class Chain:
                 if is_stateful and found.setdefault(module, stage) != stage:
                     raise PartitionError(
                         f"stages {found[module]} and {stage} both call a {type(module).__name__} "
-                        f"with the buffers {', '.join(sorted(is_stateful))}, and would each have "
-                        "their own. Cut the model so that one stage has all its calls, or register "
-                        "them with persistent=False if they never change."
+                        f"with the buffers {', '.join(sorted(is_stateful))}, and each would have "
+                        "its own copy. Cut the model so that one stage has all its calls, or "
+                        "register the buffers with persistent=False if they never change."
                     )
 
     def _tied(self, ranges: Sequence[range]) -> dict[Tensor, list[StageId]]:
-        """The parameters that several stages hold, with those stages."""
+        """Return the parameters that several stages hold, with those stages."""
         holders: defaultdict[Tensor, list[StageId]] = defaultdict(list)
         for stage, indices in enumerate(ranges):
             held = (p for i in indices for _, p in _named_parameters(self.layers[i]))
@@ -125,7 +125,7 @@ class Chain:
         return {tensor: stages for tensor, stages in holders.items() if len(stages) > 1}
 
     def _names_of(self, indices: range, tied: Collection[Tensor]) -> dict[str, str]:
-        """By their names in one stage, the tied parameters' first names in the model."""
+        """Map the names of tied parameters in one stage to their first names in the model."""
         names = Names(self.model)
         found: dict[Tensor, str] = {}
         for index in indices:
@@ -135,8 +135,8 @@ class Chain:
         return {own: names.of(parameter)[0] for parameter, own in found.items()}
 
     def _stage(self, indices: range, copied: set[Tensor]) -> "ChainStage":
-        """A stage with the layers' own parameters, but for copies of those that others hold."""
-        # What deepcopy finds in its memo it leaves as it is.
+        """Return a stage with the layers' own parameters, but with copies of those in `copied`."""
+        # deepcopy does not copy what it finds in its memo.
         memo: dict[int, Any] = {}
         layers = []
         for index in indices:
@@ -150,7 +150,7 @@ class Chain:
 
 
 class ChainStage(nn.Module):
-    """Layers called one after the other; modules have the names that they have in the model."""
+    """Layers called one after the other; modules keep their names from the model."""
 
     def __init__(self, layers: Sequence[tuple[str, Called]], is_training: bool) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class ChainStage(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         values: Any = args
         if self._begins_in_place:
-            # An input of a stage is a leaf, which autograd does not allow to change.
+            # An input of a stage is a leaf, and autograd does not allow changing one in place.
             values = pytree.tree_map_only(Tensor, Tensor.clone, args)
         for name, function, keywords in self._calls:
             layer = self.get_submodule(name) if function is None else function
@@ -191,13 +191,13 @@ def _name_of(model: nn.Module, layer: nn.Module) -> str:
         if module is layer:
             return str(name)
     raise PartitionError(
-        f"layers holds a {type(layer).__name__} that is no module of {type(model).__name__}, so "
-        "that its parameters would have no names. Make it one, or give a function."
+        f"layers holds a {type(layer).__name__} that is not a module of {type(model).__name__}, "
+        "so its parameters would have no names. Make it a module of the model, or give a function."
     )
 
 
 def _expand(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that a module consists of: itself, or its entries."""
+    """Yield the layers that a module consists of: itself, or its entries."""
     if not _is_sequence(module):
         yield name, module
         return
@@ -207,7 +207,7 @@ def _expand(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_sequence(module: nn.Module) -> bool:
-    """Whether a module does nothing but call its entries in turn."""
+    """Return whether a module only calls its entries one after the other."""
     if isinstance(module, nn.ModuleList):
         return True
     is_plain = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
@@ -223,10 +223,10 @@ def _named_parameters(layer: Called) -> Iterable[tuple[str, Tensor]]:
 
 
 def _keywords(function: Callable[..., Any]) -> frozenset[str]:
-    """The keyword arguments that a function takes by name."""
+    """Return the keyword arguments that a function takes by name."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # A function written in C may not tell.
+    except ValueError:  # A function written in C may have no signature.
         return frozenset()
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return frozenset(p.name for p in parameters if p.kind in kinds)

@@ -1,4 +1,4 @@
-"""Where to cut a model, decided from what its layers cost."""
+"""The policy that decides where to cut a model from the costs of its layers."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -14,15 +14,15 @@ from penstock.partition import MemoryLimit, balance
 
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """A `split_policy` that makes the slowest rank as fast as it can be.
+    """A `split_policy` that makes the slowest rank as fast as possible.
 
-    `costs` are those of `penstock.measure_layers`, or one number per layer; without them they
-    are counted from shapes, which is the same on all ranks. `placement` says which rank holds
-    which stage, if there are several each. With `memory`, in bytes, no rank holds more:
+    `costs` is the result of `penstock.measure_layers`, or one number per layer. Without it, costs
+    are counted from shapes, which gives the same result on all ranks. `placement` says which rank
+    holds which stage, if each holds several. With `memory`, in bytes, no rank holds more:
     parameters count `bytes_per_parameter_byte` times (by default with their gradient and Adam's
     two moments), and activations as often as `in_flight` says, by default as 1F1B holds them.
-    With two stages per rank, the slowest rank may be slower by the share `slack` where that makes
-    the slowest stage faster: measured costs differ by more than that from one time to the next.
+    With two stages per rank, the slowest rank may be slower by the share `slack` if that makes
+    the slowest stage faster: repeated measurements of costs differ by more than that.
     """
 
     num_stages: int
@@ -43,11 +43,11 @@ class Balanced:
         return graph_module
 
     def choose(self, costs: Sequence[LayerCost | float], names: Sequence[str]) -> tuple[int, ...]:
-        """The first layer of each stage."""
+        """Return the index of the first layer of each stage."""
         if len(costs) != len(names):
             raise CostError(
                 f"costs has {len(costs)} values, but the model has {len(names)} layers: "
-                f"{', '.join(names)}. Give one for each."
+                f"{', '.join(names)}. Give one value for each layer."
             )
         times = [cost.time if isinstance(cost, LayerCost) else cost for cost in costs]
         partition = balance(
@@ -65,8 +65,8 @@ class Balanced:
         layers = [cost for cost in costs if isinstance(cost, LayerCost)]
         if len(layers) < len(costs):
             raise CostError(
-                "costs holds plain numbers, which do not tell what a layer needs of the "
-                "memory. Give those of penstock.measure_layers() or count_layers()."
+                "costs holds plain numbers, which do not say how much memory a layer needs. "
+                "Give the result of penstock.measure_layers() or count_layers()."
             )
         in_flight = self.in_flight
         if in_flight is None:

@@ -1,11 +1,11 @@
-"""What flows between the stages of a marked graph.
+"""The values that stages of a marked graph give each other.
 
     forward:  a ── b ──┆── c ──┆── d        ┆ is a mark; d uses a and c
     stage 0 gives b to stage 1 and a to stage 2;  stage 1 gives c to stage 2
 
 A value goes from the stage that makes it to the first one that uses it, from there to the next
-one that does, and so on. What is made of constants alone is not sent: every stage that uses it
-makes it again.
+one that does, and so on. A value computed from constants alone is not sent: every stage that
+uses it computes it again.
 """
 
 import operator
@@ -28,31 +28,31 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """For a marked graph: what each stage takes, computes and gives."""
+    """The values that each stage of a marked graph takes, computes and gives."""
 
     num_stages: int
     computed: tuple[tuple[Node, ...], ...]
-    """By stage, the nodes that it computes."""
+    """The nodes that each stage computes."""
     given: dict[tuple[StageId, StageId], list[Node]]
     """The values that one stage gives to another, in the order of the graph."""
     constants: frozenset[Node]
-    """Nodes that are made again in every stage that uses them."""
+    """Nodes that every stage that uses them computes again."""
     written: tuple[tuple[Node, ...], ...]
-    """By stage, the values that come to it and that it changes in place."""
+    """The values that each stage takes and changes in place."""
 
     def taken(self, stage: StageId) -> list[Node]:
-        """The values that come to a stage, those of the first stage first."""
+        """Return the values that a stage takes, those from the first stage first."""
         sources = range(stage)
         return [node for source in sources for node in self.given.get((source, stage), ())]
 
     def given_by(self, stage: StageId) -> list[Node]:
-        """The values that go from a stage to others, those for the next stage first."""
+        """Return the values that a stage gives to others, those for the next stage first."""
         targets = range(stage + 1, self.num_stages)
         return [node for target in targets for node in self.given.get((stage, target), ())]
 
 
 def find_flow(graph_module: fx.GraphModule) -> Flow:
-    """The flow of a marked graph; raises if it cannot be cut at its marks."""
+    """Return the flow of a marked graph; raise an error if it cannot be cut at its marks."""
     check_marks(graph_module)
     graph = graph_module.graph
     aliases = Aliases(graph_module)
@@ -83,13 +83,13 @@ def find_flow(graph_module: fx.GraphModule) -> Flow:
 
 
 def find_bound(graph_module: fx.GraphModule, aliases: Aliases) -> list[set[Node]]:
-    """Nodes that one stage must have together: all that use a buffer which the forward changes."""
+    """Return sets of nodes that must be in one stage: the users of a buffer the forward changes."""
     attributes = graph_module.graph.find_nodes(op="get_attr")
     return [_all_users(node, aliases) for node in attributes if node in aliases.changed_roots]
 
 
 def find_constants(graph_module: fx.GraphModule, aliases: Aliases) -> frozenset[Node]:
-    """Nodes that need no input and no parameter, and whose values are always the same."""
+    """Return the nodes that need no input and no parameter, and always have the same values."""
     found: set[Node] = set()
     for node in graph_module.graph.nodes:
         if aliases.root[node] in aliases.changed_roots:
@@ -106,7 +106,7 @@ def find_constants(graph_module: fx.GraphModule, aliases: Aliases) -> frozenset[
 
 
 def _is_pure(node: Node, graph_module: fx.GraphModule) -> bool:
-    """Whether an operation does nothing but compute its result, the same each time."""
+    """Return whether an operation only computes its result, the same each time."""
     if node.op != "call_function" or node.target is MARK:
         return False
     if node.target in CONTEXTS:
@@ -123,7 +123,7 @@ def _is_pure(node: Node, graph_module: fx.GraphModule) -> bool:
 
 
 def _stages(graph: fx.Graph, constants: frozenset[Node]) -> dict[Node, StageId]:
-    """The stage that computes each node. The output is the last stage's."""
+    """Return the stage that computes each node. The output belongs to the last stage."""
     stage, found = 0, {}
     for node in graph.nodes:
         if node.target is MARK:
@@ -137,11 +137,11 @@ def _stages(graph: fx.Graph, constants: frozenset[Node]) -> dict[Node, StageId]:
 
 
 def _followed(node: Node) -> Node | None:
-    """The node in whose stage this one is, wherever it stands."""
+    """Return the node whose stage this one belongs to, wherever it is in the graph, or None."""
     if node.target is operator.getitem:  # A part of a result is taken where the result is.
         source = node.args[0]
     elif node.target is _aten.copy_.default and _is_attribute(node.args[0]):
-        # A buffer that was assigned gets its new value at the end of the graph.
+        # A buffer that the forward assigns gets its new value at the end of the graph.
         source = node.args[1]
     else:
         return None
@@ -159,20 +159,20 @@ def _check_stages(
         if not nodes:
             raise PartitionError(
                 f"stage {stage} would have nothing to compute: the model has no operation between "
-                "where it begins and where it ends. Move a cut point, or take it out."
+                "its start and its end. Move a cut point, or remove it."
             )
         if stage < len(computed) - 1 and stage not in {source for source, _ in given}:
             raise PartitionError(
-                f"stage {stage} makes nothing that a later stage uses, so that it would be "
-                "computed for nothing. Move the cut point behind it, or put what is not needed "
-                "out of the model."
+                f"stage {stage} makes nothing that a later stage uses, so it would be computed "
+                "for nothing. Move the cut point at its end, or remove what is not needed from "
+                "the model."
             )
 
 
 def _check_aliases(
     aliases: Aliases, stage: StageId, nodes: Iterable[Node], stage_of: dict[Node, StageId]
 ) -> None:
-    """Raises if a stage changes memory that later uses see by another value than the one it has."""
+    """Raise an error if a stage changes memory that later uses see through another value."""
     for root in {aliases.root[changed] for node in nodes for changed in aliases.changed[node]}:
         seen = [
             node
@@ -185,8 +185,8 @@ def _check_aliases(
             first, second = seen[:2]
             raise PartitionError(
                 f"stage {stage} changes memory in place that {first.name!r} and {second.name!r} "
-                "share; both come from earlier stages, as copies that do not. Cut the model "
-                "elsewhere, or do not change it in place."
+                "share; both come from earlier stages, as copies that do not share memory. Cut "
+                "the model elsewhere, or do not change it in place."
             )
 
 
@@ -199,12 +199,12 @@ def _check_buffers(aliases: Aliases, graph: fx.Graph, stage_of: dict[Node, Stage
             named = " and ".join(map(str, sorted(users)))
             raise PartitionError(
                 f"{node.target!r} is changed in the forward and used in stages {named}, which "
-                "would each change a copy of their own. Cut the model so that one stage has all "
+                "would each change their own copy. Cut the model so that one stage has everything "
                 "that uses it."
             )
 
 
 def _all_users(node: Node, aliases: Aliases) -> set[Node]:
-    """The users of a node, and of what shares its memory."""
+    """Return the users of a node, and of all nodes that share its memory."""
     sharing = [other for other, root in aliases.root.items() if root is node]
     return {user for other in sharing for user in other.users}

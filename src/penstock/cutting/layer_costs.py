@@ -1,4 +1,4 @@
-"""What the layers of a model cost: counted from shapes, or measured."""
+"""The costs of a model's layers: counted from shapes, or measured."""
 
 import statistics
 import time
@@ -33,21 +33,21 @@ from penstock.torch_private import (
 
 # A forward and the two halves of its backward do about the same work.
 _PASSES = 3
-# How many operations a machine does in the time in which it moves a byte: about 5 on a CPU, 100
-# and more on accelerators; what it decides is the weight of layers that hardly compute.
+# The number of operations a machine does in the time it takes to move a byte: about 5 on a CPU,
+# 100 and more on accelerators. It decides how much layers count that hardly compute.
 _OPERATIONS_PER_BYTE = 20
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer costs for one microbatch."""
+    """The cost of one layer for one microbatch."""
 
     name: str
     time: float
-    """Forward and backward: seconds if measured, operations if counted."""
+    """The time of forward and backward: seconds if measured, operations if counted."""
     parameter_bytes: float
     activation_bytes: float
-    """What its forward keeps for its backward."""
+    """The bytes that its forward holds for its backward."""
 
 
 def count_layers(
@@ -57,7 +57,7 @@ def count_layers(
     *,
     layers: Sequence[Any] | None = None,
 ) -> list[LayerCost]:
-    """Costs from shapes alone; the model may be on the meta device.
+    """Count the costs of layers from shapes alone; the model may be on the meta device.
 
     The layers are those of the traced model, or of `penstock.cut_between_modules` if `layers` is
     given.
@@ -77,9 +77,9 @@ def measure_layers(
     layers: Sequence[Any] | None = None,
     repeats: int = 5,
 ) -> list[LayerCost]:
-    """Costs of each layer, measured on this machine; the model is left as it was.
+    """Measure the cost of each layer on this machine; the model is left as it was.
 
-    Every rank measures something else: measure on one, and give its result to all.
+    Each rank would measure something different: measure on one, and give its result to all.
     """
     if not isinstance(repeats, int) or repeats < 1:
         raise CostError(f"repeats is {repeats!r}. Expected a whole number, at least 1.")
@@ -106,7 +106,7 @@ def measure_layers(
 
 
 def count_graph(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> list[LayerCost]:
-    """The costs of the layers of a traced graph."""
+    """Count the costs of the layers of a traced graph."""
     with _counting() as counter:
         interpreter = _Counting(graph_module, counter)
         interpreter.run(*(_fake(node) for node in graph_module.graph.find_nodes(op="placeholder")))
@@ -127,7 +127,7 @@ def count_graph(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> list[L
 
 
 def count_chain(chain: Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[LayerCost]:
-    """The costs of modules that are called one after the other."""
+    """Count the costs of modules that are called one after the other."""
     pipe = chain.cut(range(len(chain.names)), is_trial=True)
     costs = []
     with _counting() as counter:
@@ -152,7 +152,7 @@ def _counted(name: str, operations: int, kept: int, parameter_bytes: int) -> Lay
 
 
 class _Counter:
-    """Operations done, and bytes kept for a backward, by tensors that have shapes but no values."""
+    """Counts of operations and of bytes held for a backward, on tensors without values."""
 
     def __init__(self, mode: FakeTensorMode, operations: FlopCounterMode, saved: "_Saved") -> None:
         self._mode = mode
@@ -161,13 +161,13 @@ class _Counter:
         self._taken = 0, 0
 
     def take(self) -> tuple[int, int]:
-        """What there was since it was last asked."""
+        """Return the operations and bytes since the last call."""
         now = self._operations.get_total_flops(), self._saved.num_bytes
         before, self._taken = self._taken, now
         return now[0] - before[0], now[1] - before[1]
 
     def stand_in_for(self, tensor: Tensor) -> Tensor:
-        """A tensor without values for one of the model, which is not counted as kept."""
+        """Return a tensor without values for one of the model; it is not counted as held."""
         fake = self._mode.from_tensor(tensor)
         self._saved.leave_out(fake)
         return fake
@@ -185,14 +185,14 @@ def _counting() -> Iterator[_Counter]:
             yield _Counter(mode, operations, saved)
     except (DataDependentOutputException, DynamicOutputShapeException) as exc:
         raise CostError(
-            f"costs cannot be counted from shapes: what {exc.func} returns depends on the values "
-            "of its input. Give them: penstock.Balanced(num_stages, costs=…), with the result of "
-            "penstock.measure_layers() or one number per layer."
+            f"costs cannot be counted from shapes: the result of {exc.func} depends on the values "
+            "of its input. Give the costs: penstock.Balanced(num_stages, costs=…), with the "
+            "result of penstock.measure_layers() or one number per layer."
         ) from exc
 
 
 class _Counting(fx.Interpreter):
-    """Runs a graph and notes what each node counts."""
+    """An interpreter that runs a graph and records the counts of each node."""
 
     def __init__(self, graph_module: fx.GraphModule, counter: _Counter) -> None:
         super().__init__(graph_module)
@@ -215,14 +215,14 @@ def _fake(node: Node) -> Any:
 
 
 def _fake_like(tensor: Tensor) -> Tensor:
-    """A tensor of the current mode, without values."""
+    """Return a tensor of the current mode, without values."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _measure(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], repeats: int
 ) -> tuple[LayerCost, Any]:
-    """The cost of a module, and its outputs as arguments for the next."""
+    """Return the cost of a module, and its outputs as arguments for the next."""
     inputs = pytree.tree_map_only(Tensor, stand_in_for, args)  # As a stage receives them.
     parameters = [p for p in module.parameters() if p.requires_grad]
     times, kept = [], 0
@@ -239,7 +239,7 @@ def _measure(
             torch.autograd.grad(
                 roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True
             )
-        if number:  # The first is to warm up.
+        if number:  # The first one only warms up.
             times.append(_now() - before)
         kept = saved.num_bytes
     parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
@@ -247,14 +247,14 @@ def _measure(
 
 
 def _now() -> float:
-    """Seconds, with what the accelerator had to do done."""
+    """Return the time in seconds, once the accelerator has finished its work."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 class _Saved:
-    """What is kept for a backward, each storage once."""
+    """The bytes held for a backward, counting each storage once."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

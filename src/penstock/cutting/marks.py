@@ -1,4 +1,4 @@
-"""Marks in a model's forward: here it is to be cut."""
+"""Marks in a model's forward, at which it is to be cut."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ from penstock.errors import PartitionError
 
 
 class SplitPoint(Enum):
-    """On which side of a module's call the model is cut."""
+    """The side of a module's call on which the model is cut."""
 
     BEGINNING = 1
     END = 2
@@ -22,25 +22,25 @@ class SplitPoint(Enum):
 
 @torch.library.custom_op("penstock::pipe_split", mutates_args=())
 def _mark() -> None:
-    """Does nothing, and leaves a node in a traced graph."""
+    """Do nothing, but leave a node in a traced graph."""
 
 
 _mark.register_fake(lambda: None)
 MARK = torch.ops.penstock.pipe_split.default
-has_side_effect(MARK)  # Nobody uses its result, and yet it must stay in the graph.
+has_side_effect(MARK)  # Its result is not used, but it must stay in the graph.
 
 
 def pipe_split() -> None:
-    """In a model's forward: what follows is the next stage. Does nothing when the model is run."""
+    """Begin the next stage here, in a model's forward. Does nothing when the model is run."""
     _mark()
 
 
 @contextmanager
 def marked(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> Iterator[None]:
-    """A context in which calls of the modules in `split_spec` leave marks."""
+    """Let calls of the modules in `split_spec` leave marks."""
     if not isinstance(split_spec, Mapping):
         raise PartitionError(
-            f"split_spec is {split_spec!r}. Expected a mapping from names of modules to "
+            f"split_spec is {split_spec!r}. Expected a mapping from module names to "
             "SplitPoint.BEGINNING or SplitPoint.END."
         )
     called: set[str] = set()
@@ -73,7 +73,7 @@ def marked(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> Iterator[N
 
 
 def unify_marks(graph_module: fx.GraphModule) -> None:
-    """Let calls of `pipe_split` that were put into a graph be marks, by whichever name."""
+    """Turn calls of `pipe_split` in a graph, under any of its names, into marks."""
     names = (pipe_split, _mark, torch.ops.penstock.pipe_split)
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and any(node.target is name for name in names):
@@ -81,12 +81,12 @@ def unify_marks(graph_module: fx.GraphModule) -> None:
 
 
 def remove_marks(graph_module: fx.GraphModule) -> None:
-    """Take all marks out of a graph, and out of those within it."""
+    """Remove all marks from a graph, and from the graphs within it."""
     remove_calls(graph_module, MARK)
 
 
 def remove_calls(graph_module: fx.GraphModule, operation: Any) -> None:
-    """Take all calls of an operation whose result nobody uses out of a graph, and those within."""
+    """Remove all calls of an operation without a used result from a graph and those within it."""
     for module in _graph_modules(graph_module):
         for node in module.graph.find_nodes(op="call_function", target=operation):
             module.graph.erase_node(node)
@@ -94,13 +94,13 @@ def remove_calls(graph_module: fx.GraphModule, operation: Any) -> None:
 
 
 def check_marks(graph_module: fx.GraphModule) -> None:
-    """Raises if there is a mark where a graph cannot be cut: in one within it."""
+    """Raise an error if there is a mark where a graph cannot be cut: in a graph within it."""
     for module in _graph_modules(graph_module):
         if module is not graph_module and module.graph.find_nodes(op="call_function", target=MARK):
             raise PartitionError(
                 "a cut point lies in a part of the forward that a trace keeps whole: under "
                 "torch.no_grad() or torch.autocast(), in torch.cond(), or the like. Move it "
-                "before or behind that part."
+                "before or after that part."
             )
 
 
@@ -109,14 +109,14 @@ def _graph_modules(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def unknown_name(what: str, name: object, names: Iterable[str], expected: str) -> PartitionError:
-    """The error for a name that does not exist; names the closest ones."""
+    """Return the error for a name that does not exist; it suggests the closest names."""
     close = difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.4)
     hint = f" The closest are {', '.join(map(repr, close))}." if close else ""
     return PartitionError(f"{what} {name!r} does not exist.{hint} {expected}")
 
 
 def find_module(model: nn.Module, name: str, what: str) -> nn.Module:
-    """The module of that name; `what` says what it was named for."""
+    """Return the module of that name; `what` says in the error what the name is for."""
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if name not in modules or not name:
         raise unknown_name(

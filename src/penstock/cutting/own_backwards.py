@@ -1,7 +1,7 @@
-"""Refuses models whose backward is not that of their operations.
+"""Refuse models whose backward is not that of their operations.
 
-A trace has the operations of the forward, and their derivatives. What a model does to gradients by
-itself would be lost without a word: autograd Functions, hooks, reentrant checkpoints.
+A trace has the operations of the forward, and their derivatives. Other things that a model does to
+gradients would be lost silently: autograd Functions, hooks, reentrant checkpoints.
 """
 
 import threading
@@ -17,18 +17,18 @@ from torch.autograd import Function
 from penstock.errors import TraceError
 from penstock.torch_private import CheckpointFunction, backward_hooks, calling_at_checkpoints
 
-# What is put in place of torch's own functions below is there for all threads; so are the hooks
-# of torch's counters.
+# The replacements of torch's own functions below apply to all threads; so do the hooks of torch's
+# counters.
 ONE_AT_A_TIME = threading.RLock()
 _REMEDY = (
-    "A trace has only the operations of the forward, so that this would be lost. Leave it out, or "
+    "A trace has only the operations of the forward, so this would be lost. Leave it out, or "
     "cut the model between its modules with penstock.cut_between_modules()."
 )
 
 
 @contextmanager
 def refusing_own_backwards(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is traced; raises where it would change gradients by itself."""
+    """Raise an error if the model, while it is traced, does something to gradients itself."""
     with ONE_AT_A_TIME:
         yield from _refusing(model)
 
@@ -39,7 +39,7 @@ def _refusing(model: nn.Module) -> Iterator[None]:
         if any(backward_hooks(module)):
             raise _refusal(kind, f"its module {name!r} has a backward hook")
     original, register_hook = vars(Function)["apply"], torch.Tensor.register_hook
-    tracer = threading.get_ident()  # What other threads do meanwhile is none of our business.
+    tracer = threading.get_ident()  # Other threads must work as usual meanwhile.
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == tracer:
@@ -65,7 +65,7 @@ def _refusing(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def noticing_checkpoints(model: nn.Module) -> Iterator[None]:
-    """A context that warns at its end if the model has checkpointed a part of its forward."""
+    """Warn at the end of the context if the model checkpointed a part of its forward."""
     with ONE_AT_A_TIME:
         yield from _noticing(model)
 
@@ -76,8 +76,8 @@ def _noticing(model: nn.Module) -> Iterator[None]:
         yield
     if found:
         warnings.warn(
-            f"{type(model).__name__} checkpoints activations, and a trace does not keep that: its "
-            "stages compute the same, and hold all activations. To keep it, cut the model between "
+            f"{type(model).__name__} checkpoints activations, but a trace does not keep that: its "
+            "stages compute the same, but hold all activations. To keep it, cut the model between "
             "its modules with penstock.cut_between_modules(), or checkpoint the stages' modules.",
             stacklevel=5,
         )

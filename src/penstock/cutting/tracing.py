@@ -29,9 +29,9 @@ class Trace:
     model: nn.Module
     graph_module: fx.GraphModule
     take_inputs: TakeInputs
-    """The arguments of a call, as the values of the graph's placeholders."""
+    """The function from a call's arguments to the values of the graph's placeholders."""
     give_outputs: GiveOutputs
-    """What the graph returns, as the model would have."""
+    """The function from the graph's results to the outputs of the model."""
 
 
 def trace(
@@ -40,7 +40,7 @@ def trace(
     kwargs: dict[str, Any],
     split_spec: Mapping[str, SplitPoint],
 ) -> Trace:
-    """Trace a model on one microbatch; only shapes are computed, nothing is run."""
+    """Trace a model on one microbatch; this computes only shapes, no values."""
     if not isinstance(model, nn.Module):
         raise StageError(f"module is a {type(model).__name__}. Expected a torch.nn.Module.")
     if not isinstance(args, tuple):
@@ -50,7 +50,7 @@ def trace(
         )
     with noticing_checkpoints(model):
         program, graph_module = _export(model, args, kwargs, split_spec)
-    # Autocast may well give other types than the trace has seen.
+    # Under autocast, dtypes may differ from those in the trace.
     remove_calls(graph_module, assert_tensor_metadata)
     assert program.example_inputs is not None
     names = [
@@ -92,7 +92,7 @@ def _make_take_inputs(
     def take_inputs(args: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
         if len(args) != num_args or set(given) != set(keys):
             raise StageError(
-                f"the model was traced with {_call(num_args, keys)}, and called with "
+                f"the model was traced with {_call(num_args, keys)}, but called with "
                 f"{_call(len(args), given)}. Call it with arguments like those that it was traced "
                 "with, on the rank of its first stage."
             )
@@ -100,7 +100,7 @@ def _make_take_inputs(
             leaves = structure.flatten_up_to((args, {key: given[key] for key in keys}))
         except ValueError as exc:
             raise StageError(
-                f"the arguments of the model are not built like those that it was traced with: "
+                f"the arguments of the model are not nested like those that it was traced with: "
                 f"{exc}. Expected {structure}."
             ) from exc
         for name, expected, leaf in zip(names, forms, leaves, strict=True):
@@ -111,7 +111,7 @@ def _make_take_inputs(
 
 
 def _call(num_args: int, keys: Iterable[str]) -> str:
-    """How something was called, in words."""
+    """Describe the arguments of a call."""
     return ", ".join([f"{num_args} positional arguments", *(f"{key}=" for key in keys)])
 
 
@@ -138,7 +138,7 @@ def _make_give_outputs(structure: pytree.TreeSpec) -> GiveOutputs:
 
 
 def _untraceable(model: nn.Module, exc: Exception) -> TraceError:
-    """Says which line of the model it was, as far as the exception knows."""
+    """Return the error for a model that cannot be traced, with the line of the model, if known."""
     frames = [
         frame
         for frame in traceback.extract_tb(exc.__traceback__)
@@ -162,6 +162,6 @@ def _untraceable(model: nn.Module, exc: Exception) -> TraceError:
 
 
 def _is_inside(filename: str) -> bool:
-    """Whether a file is torch's or ours, not the model's."""
+    """Return whether a file belongs to torch or Penstock, not to the model."""
     inside = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     return filename.startswith(tuple(folder + os.sep for folder in inside))

@@ -1,4 +1,4 @@
-"""The way in: what a drawing is depends on where it goes."""
+"""Draw panels in the terminal, or in a file whose suffix decides the kind of drawing."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -18,26 +18,29 @@ _SUFFIXES = {
 
 
 def show(panels: Sequence[Panel]) -> None:
-    """Prints the panels in the terminal, under each other; needs `pip install 'penstock[draw]'`."""
+    """Print the panels in the terminal, one below the other.
+
+    Needs `pip install 'penstock[draw]'`.
+    """
     check_panels(panels)
-    # What one drawing needs is not loaded for another: matplotlib takes a while.
+    # Each kind of drawing loads only what it needs: matplotlib takes a while.
     with needed_by("Drawing in the terminal", ["rich"], extra="draw", error=DrawError):
         from penstock.draw.in_terminal import print_panels
     print_panels(panels)
 
 
 def save(panels: Sequence[Panel], path: str | PathLike[str], *, dark: bool = False) -> None:
-    """Writes the panels to a file: a picture, a page or a trace, as its suffix says.
+    """Write the panels to a file: a picture, a page or a trace, depending on its suffix.
 
-    Pictures need `pip install 'penstock[draw]'`. `dark` is for them; a page follows the reader's
-    own setting.
+    Pictures need `pip install 'penstock[draw]'`. `dark` applies to them only; a page follows the
+    reader's own setting.
     """
     check_panels(panels)
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
         known = ", ".join(f"{known} for {what}" for known, what in _SUFFIXES.items())
         ending = f"ends in {suffix}" if suffix else "has no suffix"
-        raise DrawError(f"{path} {ending}, and that is no kind of drawing. Use {known}.")
+        raise DrawError(f"{path} {ending}, which is not a kind of drawing. Use {known}.")
     try:
         _write(panels, Path(path), suffix, dark)
     except OSError as exc:

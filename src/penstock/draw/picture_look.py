@@ -1,7 +1,7 @@
-"""What all pictures have in common: the colours of the page, the type, and how a file is written.
+"""The common parts of all pictures: the colours of the page, the font, and writing the file.
 
-Nothing here depends on the reader's own settings of matplotlib, and no file holds a date: a picture
-changes only if what it shows does.
+Nothing here depends on the user's own matplotlib settings, and files contain no date: a picture
+changes only if its content does.
 """
 
 from collections.abc import Iterator
@@ -55,19 +55,19 @@ _DARK = Page(
 
 
 def page(*, dark: bool) -> Page:
-    """The colours on white, or on the near black of dark web pages."""
+    """Return the colours on white, or on the near black of dark web pages."""
     return _DARK if dark else _LIGHT
 
 
 @contextmanager
 def plain_style() -> Iterator[None]:
-    """Matplotlib as it comes, with the font that it brings along, whatever the user has set."""
+    """Use matplotlib's defaults and the font it includes, whatever the user has set."""
     with needed_by("A picture", ["matplotlib"], extra="draw", error=DrawError):
         from matplotlib import style
     settings = {
         "font.family": "DejaVu Sans",
         "text.parse_math": False,  # A dollar sign in a title is a dollar sign.
-        "svg.fonttype": "path",  # Type looks the same where the font is missing.
+        "svg.fonttype": "path",  # Text looks the same where the font is missing.
         "svg.hashsalt": "penstock",
     }
     with style.context(["default", settings]):
@@ -75,7 +75,7 @@ def plain_style() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float, colours: Page) -> "Figure":
-    """An empty page, in inches, that no window and no other figure knows of."""
+    """Return an empty page, sized in inches, that does not depend on windows or other figures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -86,12 +86,12 @@ def new_figure(width: float, height: float, colours: Page) -> "Figure":
 
 @plain_style()
 def save(figure: "Figure", path: str | PathLike[str]) -> None:
-    """Writes an SVG or a PNG, as the suffix says; the same figure gives the same bytes."""
+    """Write an SVG or a PNG, by the suffix; the same figure gives the same bytes."""
     suffix = PurePath(fspath(path)).suffix.lower()
     if suffix not in SUFFIXES:
         raise DrawError(
             f"The picture {fspath(path)!r} has the suffix {suffix!r}. "
-            "Pictures are written as .svg or .png: name it so."
+            "Expected .svg or .png. Change the file name."
         )
     # A missing entry would be filled in with the time, or with the version of matplotlib.
     unset = ("Date", "Creator") if suffix == ".svg" else ("Software",)

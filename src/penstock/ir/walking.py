@@ -1,8 +1,8 @@
-"""Goes through a schedule in an order in which ranks could run it.
+"""Go through a schedule in an order in which ranks could run it.
 
 A message is delivered by the action that makes it, or by its send if it goes to another rank and
-the schedule has sends. All that must know what waits for what (the grid, `verify`, the simulator)
-walks here.
+the schedule has sends. All code that must know which action waits for which (the grid, `verify`,
+the simulator) uses this walk.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ Visit: TypeAlias = tuple[Rank, Action, tuple[Message, ...], tuple[Message, ...]]
 
 
 def walk(schedule: Schedule, *, blocking: bool = False) -> Iterator[Visit]:
-    """Yields every action once, after all that delivers its inputs; time linear in the actions.
+    """Yield every action once, after those that deliver its inputs; time linear in the actions.
 
     If `blocking`, a receive waits for its message; otherwise only the action that needs it does.
-    Raises if the ranks come to wait for each other. Takes the rest for granted: `verify` checks it.
+    Raise an error if ranks wait for each other forever. All other rules must hold: see `verify`.
     """
     flow = Dataflow(schedule)
     by_send = schedule.has_comms
@@ -64,7 +64,7 @@ def walk(schedule: Schedule, *, blocking: bool = False) -> Iterator[Visit]:
 def _stall(
     schedule: Schedule, flow: Dataflow, positions: list[int], missing: dict[Rank, Message]
 ) -> ScheduleError:
-    """The error for ranks that wait for `missing`: it shows the circle in which they wait."""
+    """Return the error for ranks that wait for `missing`; it shows the circle of waits."""
     circle = _find_circle(flow, missing)
     lines = []
     for rank in circle:
@@ -79,16 +79,16 @@ def _stall(
     if len(circle) > 1:
         rule = (
             "Ranks must not wait for each other in a circle. "
-            "Move a marked action behind those that the other ranks wait for."
+            "Move a marked action after those that the other ranks wait for."
         )
     else:
-        rule = "What an action needs must be made before. Move it behind, or add what is missing."
+        rule = "The inputs of an action must be made first. Move it later, or add what is missing."
     where = locate(first, positions[first])
     return ScheduleError("\n".join([f"{where}: {action} waits forever", *lines, rule]))
 
 
 def _find_circle(flow: Dataflow, missing: dict[Rank, Message]) -> list[Rank]:
-    """The ranks that wait for each other, from the smallest on; or one that nobody will serve."""
+    """Return the ranks that wait for each other, smallest first; or one that waits forever."""
     seen: list[Rank] = []
     rank = min(missing)
     while rank in missing and rank not in seen:

@@ -1,4 +1,4 @@
-"""Specs: along which dim an argument is cut into microbatches, or that it stays whole."""
+"""Specs: the dim along which an argument is cut into microbatches, or that it stays whole."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from penstock.torch_private import pytree
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TensorChunkSpec:
-    """Says that a tensor, or every tensor in a nested value, is cut along `split_dim`."""
+    """A spec that cuts a tensor, or every tensor in a nested value, along `split_dim`."""
 
     split_dim: int
 
@@ -26,7 +26,7 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_tuple(chunk_dims: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The specs for a tuple of dims, which may nest tuples, lists and dicts.
+        """Return the specs for a tuple of dims, which may nest tuples, lists and dicts.
 
         >>> TensorChunkSpec.from_tuple((0, [1, None]))
         (TensorChunkSpec(0), [TensorChunkSpec(1), None])
@@ -35,7 +35,7 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_dict(chunk_dims: dict[str, Any]) -> dict[str, Any]:
-        """The specs for a dict of dims, which may nest tuples, lists and dicts.
+        """Return the specs for a dict of dims, which may nest tuples, lists and dicts.
 
         >>> TensorChunkSpec.from_dict({"id": 0, "mask": 1})
         {'id': TensorChunkSpec(0), 'mask': TensorChunkSpec(1)}
@@ -45,7 +45,7 @@ class TensorChunkSpec:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Says that a value is given whole to every microbatch; None in a spec says the same.
+    """A spec that gives a whole value to every microbatch; None in a spec does the same.
 
     >>> import torch, penstock
     >>> x, specs = torch.arange(4), (TensorChunkSpec(0), Replicate())
@@ -58,7 +58,7 @@ Spec = TensorChunkSpec | Replicate | None
 
 
 def find_specs(spec: Any, value: Any, name: str, spec_name: str) -> Iterator[Spec]:
-    """The spec of each leaf of `value`, in the order in which it is flattened."""
+    """Yield the spec of each leaf of `value`, in the order in which it is flattened."""
     parts, spec_parts = parts_of(value), parts_of(spec)
     if isinstance(spec, Spec) and parts is None:
         if isinstance(spec, TensorChunkSpec) and isinstance(value, Tensor):
@@ -73,7 +73,8 @@ def find_specs(spec: Any, value: Any, name: str, spec_name: str) -> Iterator[Spe
         raise MicrobatchError(
             f"{spec_name} does not mirror {name}, which is {in_words(value)}: there it holds "
             f"{in_words(spec)}. Expected TensorChunkSpec(dim) to cut it, Replicate() or None to "
-            "give it whole, or specs nested like it. TensorChunkSpec.from_tuple makes them of ints."
+            "pass it whole, or specs nested like it; TensorChunkSpec.from_tuple makes specs from "
+            "ints."
         )
     for key, part in parts.items():
         yield from find_specs(spec_parts[key], part, f"{name}{key}", spec_name)

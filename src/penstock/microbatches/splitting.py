@@ -1,7 +1,7 @@
-"""The arguments of a step, cut into microbatches.
+"""Cut the arguments of a step into microbatches.
 
 The names and parameters are those of torch.distributed.pipelining.microbatch, so scripts keep
-working. One thing differs on purpose: there are always as many microbatches as were asked for.
+working. One thing differs on purpose: the number of microbatches is always the one requested.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,13 +25,13 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """The args and the kwargs of each of `chunks` microbatches, as views of the tensors given.
+    """Return the args and kwargs of each of `chunks` microbatches, as views of the tensors given.
 
-    Tensors are cut along dim 0 like torch.tensor_split does, so sizes may differ by one. Tensors
-    without dims and all that is no tensor go whole to every microbatch, but a BlockMask is cut
-    along its batch, and objects that hold a batch are refused. A spec says otherwise: it
-    mirrors the nesting of the args, and one TensorChunkSpec, Replicate or None in it may stand
-    for all that is nested there. Without args (or kwargs) their spec has nothing to say.
+    Tensors are cut along dim 0 as by torch.tensor_split, so sizes may differ by one. Tensors
+    without dims and other values go whole to every microbatch, except that a BlockMask is cut
+    along its batch. Objects that hold a batch are refused. A spec changes this: it mirrors the
+    nesting of the args, and one TensorChunkSpec, Replicate or None in it applies to everything
+    nested there. Without args (or kwargs) their spec is ignored.
 
     >>> import torch
     >>> args, kwargs = split_args_kwargs_into_chunks((torch.arange(5),), {"scale": 2.0}, 2)
@@ -53,7 +53,7 @@ def split_args_kwargs_into_chunks(
 
 
 def split_target(target: Any, num_microbatches: int) -> list[Any]:
-    """The target of each microbatch, cut as arguments without a spec are.
+    """Return the target of each microbatch, cut like arguments without a spec.
 
     >>> import torch
     >>> split_target({"label": torch.arange(4)}, 2)
@@ -86,7 +86,7 @@ class _Whole:
         return f"{self.name}{leaf_names(self.value)[number]}"
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """The number of each leaf that is cut, and the size that it is cut along."""
+        """Yield the number of each leaf that is cut, and its size along the dim of the cut."""
         for number, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
             if isinstance(spec, TensorChunkSpec):
                 if is_block_mask(leaf) and batch_of_mask(leaf) > 1:
@@ -95,12 +95,12 @@ class _Whole:
                     yield number, leaf.shape[spec.split_dim]
 
     def or_whole(self) -> str:
-        """The remedy for what cannot be cut, if there is a spec to say it in."""
-        return f", or give it whole by Replicate() in {self.spec_name}" if self.spec_name else ""
+        """Return the remedy for a leaf that cannot be cut, if there is a spec."""
+        return f", or pass it whole with Replicate() in {self.spec_name}" if self.spec_name else ""
 
 
 def _split(*wholes: _Whole, num_microbatches: int) -> list[list[Any]]:
-    """The values of each microbatch, of each whole."""
+    """Return the values of each microbatch, for each whole."""
     batches = {
         size: whole.leaf_name(number) for whole in wholes for number, size in whole.batches()
     }
@@ -117,7 +117,7 @@ def _split(*wholes: _Whole, num_microbatches: int) -> list[list[Any]]:
 def _cut(
     whole: _Whole, number: int, num_microbatches: int, batches: dict[int, str]
 ) -> Sequence[Any]:
-    """One leaf for each microbatch; `batches` has a name for each size of a batch."""
+    """Return the leaf of each microbatch; `batches` has a name for each size of a batch."""
     leaf, spec = whole.leaves[number], whole.specs[number]
     if isinstance(spec, TensorChunkSpec):
         if isinstance(leaf, Tensor):
@@ -149,7 +149,7 @@ def _cut_tensor(whole: _Whole, number: int, dim: int, num_microbatches: int) -> 
     if not is_enough:
         raise MicrobatchError(
             f"{whole.leaf_name(number)} has size {leaf.shape[dim]} along dim {dim} (shape "
-            f"{tuple(leaf.shape)}), too little for {num_microbatches} microbatches. Expected "
+            f"{tuple(leaf.shape)}), too small for {num_microbatches} microbatches. Expected "
             f"{num_microbatches} or more. Use a larger batch or fewer microbatches"
             f"{whole.or_whole()}."
         )
@@ -175,7 +175,7 @@ def _cut_mask(
         )
     if batch < num_microbatches:
         raise MicrobatchError(
-            f"{name} is a BlockMask with a batch of {batch}, too little for {num_microbatches} "
+            f"{name} is a BlockMask with a batch of {batch}, too small for {num_microbatches} "
             f"microbatches. Expected 1, for a mask that all rows share, or {num_microbatches} or "
             f"more. Use a larger batch or fewer microbatches{whole.or_whole()}."
         )
@@ -183,7 +183,7 @@ def _cut_mask(
         if size != batch:
             raise MicrobatchError(
                 f"{name} is a BlockMask with a batch of {batch}, but {other} is cut along a size "
-                f"of {size}. Expected one batch for all that is cut, or a mask with a batch of 1. "
+                f"of {size}. Expected the same batch for both, or a mask with a batch of 1. "
                 f"Make the mask for the batch{whole.or_whole()}."
             )
     try:
@@ -191,7 +191,7 @@ def _cut_mask(
     except ValueError as exc:
         raise MicrobatchError(
             f"{name} is a BlockMask that cannot be cut: {exc}. Expected what create_block_mask "
-            f"makes. Make it without, or cut it for step_microbatches{whole.or_whole()}."
+            f"makes. Make it without that, or cut it for step_microbatches{whole.or_whole()}."
         ) from exc
 
 

@@ -1,4 +1,4 @@
-"""Cuts a model so that the slowest rank is as fast as it can be."""
+"""Cut a model so that the slowest rank is as fast as possible."""
 
 from collections.abc import Iterable
 from fractions import Fraction
@@ -21,14 +21,14 @@ def balance(
     memory: MemoryLimit | None = None,
     slack: float = 0.0,
 ) -> Partition:
-    """Cuts layers into `num_stages` stages such that the slowest rank costs as little as it can.
+    """Cut layers into `num_stages` stages so that the slowest rank costs as little as possible.
 
-    `costs` has one number per layer: the time of its forward and backward, say. Each stage gets
+    `costs` has one number per layer, such as the time of its forward and backward. Each stage gets
     at least one layer. Without a `placement` each rank holds one stage.
 
-    In the steady part of a step a rank does all of its stages once for each microbatch, and the
-    slowest rank sets the pace. So what counts is the cost of a rank, which is that of all of its
-    stages; these need not be equal.
+    In the steady part of a step a rank runs all of its stages once for each microbatch, and the
+    slowest rank decides the speed. So the cost of a rank counts, which is that of all its stages;
+    the stages need not be equal.
 
     >>> balance([1, 1, 1, 1, 4], 3).stage_costs
     (2.0, 2.0, 4.0)
@@ -37,16 +37,16 @@ def balance(
     >>> balance([1] * 12, 4, placement=Placement.v(2)).stage_costs
     (3.0, 3.0, 3.0, 3.0)
 
-    How good the result is depends on the placement:
+    The guarantee depends on the placement:
 
-    - One stage per rank: no cut has a faster slowest rank. Of the cuts that are as fast, the most
-      even one: that with the least sum of squares of the stages' costs.
-    - Two stages per rank, in a loop or a V: no cut has a faster slowest rank. Of the cuts that
-      are as fast, one with the fastest slowest stage. With `slack`, the slowest rank may be slower
-      by that share of its cost (0.02 is 2 %) where that makes the slowest stage faster: no cut
-      within the slack has a faster slowest stage, and of those that have the same, none has a
-      faster slowest rank. For any other placement `slack` means nothing.
-    - Any other: no cut has a faster slowest stage, and of those it is the most even one; a cut
+    - One stage per rank: no cut has a faster slowest rank. Of equally fast cuts, the result is the
+      most even one: the one with the least sum of squares of the stages' costs.
+    - Two stages per rank, in a loop or a V: no cut has a faster slowest rank. Of equally fast cuts,
+      the result has the fastest slowest stage. With `slack`, the slowest rank may be slower by that
+      share of its cost (0.02 is 2 %) if that makes the slowest stage faster. No cut within the
+      slack has a faster slowest stage, and of those with the same slowest stage, none has a faster
+      slowest rank. For any other placement `slack` has no effect.
+    - Any other: no cut has a faster slowest stage, and the result is the most even of those; a cut
       with a faster slowest rank may exist. `memory` is only checked: a cut that fits may exist
       even if the check fails.
 
@@ -72,7 +72,7 @@ def _cut_within(
 ) -> tuple[int, ...]:
     if not isinstance(memory, MemoryLimit):
         raise PartitionError(
-            f"memory is {memory!r}. Expected a MemoryLimit, which also says what the layers take."
+            f"memory is {memory!r}. Expected a MemoryLimit, which also has the layers' memory."
         )
     load = Load.of(memory.by_stage(time.num_layers, time.num_stages))
     limit = Limit(load, int(Fraction(memory.cap) / load.unit))
@@ -83,7 +83,7 @@ def _cut_within(
         raise PartitionError(
             f"No cut into {time.num_stages} stages fits memory.cap, which is {memory.cap}. "
             f"Expected at least {load.to_float(max(_by_rank(load, lightest, placement)))}. "
-            "Raise the cap, or take more ranks or fewer microbatches in flight."
+            "Raise the cap, or use more ranks or fewer microbatches in flight."
         )
     by_rank = _by_rank(load, starts, placement)
     if max(by_rank) > limit.most:
@@ -91,19 +91,19 @@ def _cut_within(
             f"Rank {by_rank.index(max(by_rank))} would need {load.to_float(max(by_rank))} of "
             f"memory, but memory.cap is {memory.cap}. For this placement the stages are made "
             "equal, and the cap is only checked. Raise the cap, or place one stage on each rank, "
-            "or two in a loop or a V: then cuts are sought that fit."
+            "or two in a loop or a V: balance then looks for cuts that fit."
         )
     return starts
 
 
 def _cut(load: Load, limit: Limit, placement: Placement, slack: Fraction) -> tuple[int, ...] | None:
-    """The first layer of each stage; None if no cut keeps to `limit`."""
+    """Return the first layer of each stage; None if no cut stays within `limit`."""
     num_ranks = placement.num_ranks
     there, back = placement.ranks[:num_ranks], placement.ranks[num_ranks:]
     if len(set(there)) == num_ranks and back in (there, there[::-1]):
         cut = cut_v if back == there[::-1] else cut_loop
         return cut(load, limit, slack)
-    if back:  # Some rank has more stages than one, in a way that no search here knows.
+    if back:  # Some rank has several stages, in a placement that no search here handles.
         limit = Limit.none(load)
     maximum = least_maximum(load, limit)
     return None if maximum is None else most_even(load, limit, maximum)
@@ -119,13 +119,13 @@ def _by_rank(load: Load, starts: tuple[int, ...], placement: Placement) -> list[
 
 def _check_counts(num_layers: int, num_stages: int) -> None:
     if not isinstance(num_stages, int) or num_stages < 1:
-        raise PartitionError(f"num_stages is {num_stages!r}. Expected a whole number from 1 up.")
+        raise PartitionError(f"num_stages is {num_stages!r}. Expected a whole number, at least 1.")
     if num_layers == 0:
-        raise PartitionError("costs is empty. Give the cost of each layer, and at least one.")
+        raise PartitionError("costs is empty. Give the cost of at least one layer.")
     if num_stages > num_layers:
         raise PartitionError(
             f"{num_layers} layers cannot be cut into {num_stages} stages. "
-            "Each stage needs at least one layer: take fewer stages, or smaller layers."
+            "Each stage needs at least one layer: use fewer stages, or smaller layers."
         )
 
 

@@ -1,4 +1,4 @@
-"""The rules of sends and receives: each message once, on its side, in one order at both ends."""
+"""The rules of sends and receives: each message once, in place, in one order at both ends."""
 
 from penstock.ir import Message, Rank, Recv, Schedule, Send
 from penstock.ir.dataflow import Dataflow
@@ -7,7 +7,7 @@ from penstock.ir.message import Channel
 
 
 def check_comms(schedule: Schedule) -> None:
-    """Raises at the first rule that is broken; takes for granted that all is there and placed."""
+    """Raise an error at the first broken rule; actions must be complete and on their ranks."""
     flow = Dataflow(schedule)
     has_receives = any(isinstance(action, Recv) for order in schedule.orders for action in order)
     sent: dict[Channel, list[Message]] = {}
@@ -32,7 +32,7 @@ def check_comms(schedule: Schedule) -> None:
 
 
 def _check_sends(schedule: Schedule, flow: Dataflow, rank: Rank) -> list[Message]:
-    """What `rank` sends, in order: each message once, after the action that makes it."""
+    """Return what `rank` sends, in order: each message once, after the action that makes it."""
     order = schedule.orders[rank]
     sent: list[Message] = []
     due: dict[Message, int] = {}
@@ -45,7 +45,7 @@ def _check_sends(schedule: Schedule, flow: Dataflow, rank: Rank) -> list[Message
                     position,
                     f"{action} has nothing to send",
                     "A send must follow the action whose result another rank needs, "
-                    "and be there once. Move it behind that action, or remove it.",
+                    "and occur once. Move it after that action, or remove it.",
                 )
             del due[action.message]
             sent.append(action.message)
@@ -57,14 +57,14 @@ def _check_sends(schedule: Schedule, flow: Dataflow, rank: Rank) -> list[Message
             rank,
             position,
             f"{Send(message)} is missing after {order[position]}",
-            "Once a schedule has sends and receives it needs all of them. "
-            "Add it, or take them all out with remove_comms and place them with add_comms.",
+            "A schedule with sends and receives needs all of them. "
+            "Add it, or remove them all with remove_comms and add them with add_comms.",
         )
     return sent
 
 
 def _check_receives(schedule: Schedule, flow: Dataflow, rank: Rank) -> list[tuple[Message, int]]:
-    """What `rank` receives, in order, and where: each message once, before who needs it."""
+    """Return what `rank` receives and at which position: each message once, before it is needed."""
     received: list[tuple[Message, int]] = []
     posted: dict[Message, int] = {}
     for position, action in enumerate(schedule.orders[rank]):
@@ -75,7 +75,7 @@ def _check_receives(schedule: Schedule, flow: Dataflow, rank: Rank) -> list[tupl
                     rank,
                     position,
                     f"{action} has nothing to receive",
-                    "A receive is for what another rank sends, and must be there once. Remove it.",
+                    "A receive must be for a message from another rank, and occur once. Remove it.",
                 )
             posted[action.message] = position
             received.append((action.message, position))
@@ -86,16 +86,16 @@ def _check_receives(schedule: Schedule, flow: Dataflow, rank: Rank) -> list[tupl
                     rank,
                     position,
                     f"{action} runs before {Recv(message)}",
-                    "What another rank makes must be received first. "
-                    "Add the receive, or move it before.",
+                    "A message from another rank must be received first. "
+                    "Add the receive, or move it earlier.",
                 )
     for message, position in posted.items():
         raise error_at(
             schedule.orders,
             rank,
             position,
-            f"{Recv(message)} receives what nothing behind it needs",
-            "A receive must come before the action that needs it, from another rank, "
-            "and be there once. Remove it.",
+            f"{Recv(message)} receives a message that no later action needs",
+            "A receive must come before the action that needs the other rank's message, "
+            "and occur once. Remove it.",
         )
     return received

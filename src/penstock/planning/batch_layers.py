@@ -1,4 +1,4 @@
-"""What layers cost for microbatches of any size."""
+"""The costs of layers for microbatches of any size."""
 
 import logging
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ LOGGER = logging.getLogger("penstock")
 
 
 class LayersOfBatch(Protocol):
-    """The layers of a model that is given a batch."""
+    """The layers of a model, and the batch that it is given."""
 
     @property
     def batch_size(self) -> int:
-        """Samples in the batch."""
+        """The number of samples in the batch."""
 
     def costs(self, num_microbatches: int) -> Sequence[LayerCost]:
-        """Those of one microbatch, of so many of the same size."""
+        """Return the costs for one of `num_microbatches` microbatches of equal size."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenLayers:
-    """Costs that were found for microbatches of `mb_size`; those of others are in proportion."""
+    """Costs that were found for microbatches of `mb_size`, scaled to other sizes."""
 
     given: Sequence[LayerCost]
     mb_size: int
@@ -39,7 +39,7 @@ class GivenLayers:
         if not self.given or not all(isinstance(cost, LayerCost) for cost in self.given):
             raise CostError(
                 f"The costs of layers are {self.given!r}. Expected at least one LayerCost: those "
-                "of penstock.count_layers() or measure_layers(), or some that you make."
+                "of penstock.count_layers() or measure_layers(), or your own."
             )
 
         for index, cost in enumerate(self.given):
@@ -56,7 +56,7 @@ class GivenLayers:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayers:
-    """Costs that are counted or measured, with the first microbatch of a batch."""
+    """Costs that are counted or measured with the first microbatch of a batch."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -80,12 +80,12 @@ class ModelLayers:
 
     @property
     def batch_size(self) -> int:
-        """The size of the first tensor, along the dim by which microbatches are cut."""
+        """The size of the first tensor along the dimension that microbatches are cut on."""
         for leaf in pytree.tree_leaves((self.args, self.kwargs)):
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) > 0:
                 return len(leaf)
         raise CostError(
-            "batch holds no tensor that can be cut into microbatches. Expected the arguments of "
+            "batch has no tensor that can be cut into microbatches. Expected the arguments of "
             "the model for a whole batch, as a tuple, or keyword arguments as kwargs."
         )
 

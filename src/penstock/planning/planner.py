@@ -1,4 +1,4 @@
-"""Answers: how to cut, into how many microbatches, with which schedule?"""
+"""Plan the cut, the number of microbatches and the schedule for a model together."""
 
 from collections.abc import Iterable, Sequence
 from math import inf
@@ -41,25 +41,26 @@ def plan(
     effort: float = 1.0,
     keep: int = 5,
 ) -> Plan:
-    """The best ways to cut a model, with their numbers of microbatches and their schedules.
+    """Return the best ways to cut a model, with numbers of microbatches and schedules.
 
     `what` is one of
     - a model; `batch` and `kwargs` are its arguments for a whole batch. Costs are counted from
-      shapes, on the meta device too: as operations, or as seconds if `speed` says how many a rank
-      does in one. With `measure` they are measured here. `layers` is as in
-      `penstock.cut_between_modules`.
+      shapes, also on the meta device: as operations, or as seconds if `speed` is the number of
+      operations that a rank does per second. With `measure` they are measured on this machine.
+      `layers` is as in `penstock.cut_between_modules`.
     - costs of layers for microbatches of `mb_size` samples; `batch` is a number of samples.
-    - a table of stages, with `mb_size` and `batch` likewise; `memory` is for activations alone.
+    - a table of stages, with the same `mb_size` and `batch`; `memory` is for activations only.
 
-    Each rank has `memory`, of which parameters take `bytes_per_parameter_byte` times their size:
-    by default with their gradient and Adam's two moments.
-    `microbatches` are the numbers to choose from, by default some divisors of the batch size, and
-    larger ones only if nothing else fits.
-    A message between ranks takes `delay` at least. `overhead` is the part of an action's time that
-    does not depend on the size of its microbatch: it is added to the times of layers, and is in
-    those of a table.
+    Each rank has `memory`, of which parameters take `bytes_per_parameter_byte` times their size.
+    The default counts each parameter, its gradient and Adam's two moments.
+    `microbatches` are the numbers to choose from. The default is some divisors of the batch size,
+    and larger ones only if nothing else fits.
+    A message between ranks takes at least `delay`. `overhead` is the part of an action's time that
+    does not depend on the size of its microbatch. It is added to the times of layers; the times of
+    a table already include it.
 
-    `keep` rows are kept. Searches take about `seconds` at most, and more `effort` tries more.
+    The plan has at most `keep` rows. Searches take at most about `seconds`, and more `effort` tries
+    more schedules.
 
     >>> layers = [LayerCost(f"layer{n}", 3.0, 0.0, 1.0) for n in range(8)]
     >>> plan(layers, 4, batch=16, mb_size=2, microbatches=8, stages_per_rank=1, memory=8).best
@@ -80,7 +81,9 @@ def plan(
     )
     source: AbstractSource
     if isinstance(what, nn.Module):
-        _refuse("mb_size", mb_size, "A model is given the whole batch, and microbatches of it.")
+        _refuse(
+            "mb_size", mb_size, "A model is given the whole batch, which is cut into microbatches."
+        )
         own = _read_model(what, batch, kwargs, layers, measure, speed)
         source = LayerSource(own, request)
     else:
@@ -137,7 +140,7 @@ def _refuse(name: str, value: object, reason: str) -> None:
 
 
 class _Gathered:
-    """The choices so far, and what there can be no choice for."""
+    """The choices so far, and the shapes for which there is no choice."""
 
     def __init__(self, source: AbstractSource) -> None:
         self._source = source
@@ -146,11 +149,11 @@ class _Gathered:
 
     @property
     def lacks_memory(self) -> bool:
-        """Whether there is no choice, but would be with more memory."""
+        """True if there is no choice, but there would be with more memory."""
         return not self.choices and any(no.least_memory < inf for no in self.refused.values())
 
     def add(self, counts: Iterable[int]) -> None:
-        """All choices with these numbers of microbatches."""
+        """Add all choices with these numbers of microbatches."""
         for count in counts:
             for placement in self._source.placements:
                 found = self._find(count, placement)
@@ -162,7 +165,7 @@ class _Gathered:
     def _find(self, count: int, placement: Placement) -> list[Choice] | Refusal:
         batch_size = self._source.batch_size
         if batch_size % count:
-            return Refusal(f"a batch of {batch_size} cannot be cut into {count} of one size")
+            return Refusal(f"a batch of {batch_size} cannot be cut into {count} equal microbatches")
         return self._source.choices(count, placement)
 
     def plan(self, limits: Limits) -> Plan:
@@ -177,7 +180,7 @@ class _Gathered:
 
 
 def _gather(source: AbstractSource, wanted: list[int] | None, num_ranks: int) -> _Gathered:
-    """The choices for the numbers of microbatches that are wanted, or for good ones."""
+    """Return the choices for the numbers of microbatches `wanted`, or for suitable ones."""
     gathered = _Gathered(source)
     counts = wanted or choose_counts(source.batch_size, num_ranks)
     gathered.add(counts)
@@ -204,7 +207,7 @@ def _row(found: Found, batch_size: int) -> PlanRow:
 def _no_plan(
     refused: dict[tuple[int, Placement], Refusal], batch_size: int, memory: float
 ) -> ScheduleError:
-    """The error for when there is no choice: it names the least memory, or every reason."""
+    """Return the error for no choices, with the least memory that fits or every reason."""
     (count, placement), nearest = min(refused.items(), key=lambda item: item[1].least_memory)
     if nearest.least_memory == inf:
         reasons = dict.fromkeys(refusal.reason for refusal in refused.values())

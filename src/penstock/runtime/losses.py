@@ -18,7 +18,7 @@ from penstock.torch_private import pytree
 
 @dataclass(slots=True)
 class Losses:
-    """Computes each microbatch's loss; `values` has those that are known, by microbatch."""
+    """The losses of a step's microbatches; `values` has those computed so far."""
 
     loss_fn: LossFn | None
     batch: Batch
@@ -26,10 +26,10 @@ class Losses:
     has_backward: bool
     values: dict[MicrobatchId, Any] = field(default_factory=dict)
     _shapes: list[torch.Size] | None = None
-    """Those of the first outputs, where nothing else tells the sizes of microbatches."""
+    """The shapes of the first outputs, where nothing else shows the sizes of microbatches."""
 
     def compute(self, mb: MicrobatchId, outputs: Any) -> Tensor | None:
-        """Compute the loss of a microbatch; returns it if its backward follows."""
+        """Compute the loss of a microbatch; return it if its backward follows."""
         if self.loss_fn is None:
             return None
         with torch.set_grad_enabled(self.has_backward):
@@ -53,32 +53,32 @@ class Losses:
             self._check_alike(mb, outputs)
         if not loss.requires_grad and any(map(needs_grad, pytree.tree_leaves(outputs))):
             raise StageError(
-                f"loss_fn returned a loss that needs no gradient for microbatch {mb}, though the "
-                "outputs do, so nothing would be trained. Compute it from the outputs, without "
-                "detach() or item()."
+                f"loss_fn returned a loss that does not need a gradient for microbatch {mb}, "
+                "although the outputs do, so nothing would be trained. Compute it from the "
+                "outputs, without detach() or item()."
             )
         return loss
 
     def seed(self, mb: MicrobatchId, loss: Tensor) -> Tensor | None:
-        """The gradient that the backward of a loss begins with; None if it needs none."""
+        """Return the gradient that the backward of a loss begins with; None if it needs none."""
         if not loss.requires_grad:
             return None
         return torch.full_like(loss, self.weights.seeds[mb], requires_grad=False)
 
     def counts(self, mb: MicrobatchId) -> bool:
-        """Whether a microbatch has any weight in the loss of the batch."""
+        """Return whether a microbatch has any weight in the loss of the batch."""
         return self.weights.seeds[mb] != 0
 
     def let_go(self, mb: MicrobatchId, loss: Tensor) -> None:
-        """Keep the value of a loss alone: its graph would keep the stage's inputs."""
+        """Keep only the value of a loss: its graph would keep the stage's inputs alive."""
         self.values[mb] = values_of(loss)
 
     def weighed(self) -> list[Any]:
-        """The losses times how much each counts, so that their mean is the loss of the batch."""
+        """Return the losses times their weights, so that their mean is the loss of the batch."""
         return [self.weights.weigh(mb, self.values[mb]) for mb in sorted(self.values)]
 
     def _check_alike(self, mb: MicrobatchId, outputs: Any) -> None:
-        """Raises if microbatches differ in size, and so would have to count differently."""
+        """Raise an error if microbatches differ in size, so that they should not count equally."""
         shapes = [leaf.shape for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         if self._shapes is None:
             self._shapes = shapes
@@ -86,9 +86,10 @@ class Losses:
             raise StageError(
                 f"the outputs of microbatch {mb} have shapes {list(map(tuple, shapes))}, but those "
                 f"of the first one have {list(map(tuple, self._shapes))}, so their losses should "
-                "not count alike. Expected equal shapes, or a way to tell the sizes on this rank, "
-                "which holds the last stage. Give step() the target there, or step_microbatches() "
-                "the weights; or let loss_fn return sums, with scale_grads=False."
+                "not count equally. Expected equal shapes, or another way to find the sizes on "
+                "this rank, which holds the last stage. Give step() the target here, or give "
+                "step_microbatches() the weights; or let loss_fn return sums, with "
+                "scale_grads=False."
             )
 
 

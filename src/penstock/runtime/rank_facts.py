@@ -1,4 +1,4 @@
-"""What ranks tell each other of their stages when they first meet, and whether they agree."""
+"""Facts about their stages that ranks exchange when they first meet, and checks of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from penstock.stage import PipelineStage
 
 @dataclass(frozen=True, slots=True)
 class RankSkips:
-    """What the stages of one rank send past others, and what they take: how many values."""
+    """The skips of one rank's stages: how many values they send, and how many they take."""
 
     sent: dict[Skip, int]
     taken: dict[Skip, int]
@@ -32,15 +32,15 @@ class RankSkips:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What one rank was given."""
+    """Facts about the pipeline and stages that one rank was given."""
 
     named: dict[str, Any]
-    """What must be the same on all ranks, by the name that users know it by."""
+    """Values that must be the same on all ranks, by the names that users know."""
     held: list[StageId]
     is_dynamic: bool
-    """Whether the shapes of a stage may change with every microbatch."""
+    """True if the shapes of a stage may change with every microbatch."""
     is_reduced: bool
-    """Whether the gradients of a stage are averaged over replicas."""
+    """True if the gradients of a stage are averaged over replicas."""
     claims: list[Claim]
     """The parameters that are tied to those of other stages."""
     skips: RankSkips
@@ -59,9 +59,9 @@ class RankFacts:
 
 
 def check_skips(given: Sequence[RankSkips], schedule: Schedule) -> frozenset[Skip]:
-    """Return the skips of all ranks; raises if two ends, or the schedule, do not agree on them.
+    """Return the skips of all ranks; raise an error if two ends, or the schedule, disagree.
 
-    `given` has what the stages of each rank send and take.
+    `given` has the skips of each rank's stages.
     """
     ranks = schedule.placement.ranks
     found = frozenset(skip for known in given for skip in known.all)
@@ -73,12 +73,12 @@ def check_skips(given: Sequence[RankSkips], schedule: Schedule) -> frozenset[Ski
             raise AgreementError(
                 f"stage {source} on rank {ranks[source]} sends {sent} values to stage "
                 f"{target}, but stage {target} on rank {ranks[target]} takes {taken} from it. "
-                "Expected the same number: give skips_out and skips_in of one cut."
+                "Expected the same number: give skips_out and skips_in of the same cut."
             )
     for source, target in sorted(schedule.skips - found):
         raise AgreementError(
             f"the schedule sends values from stage {source} to stage {target}, but no stage was "
-            "made with such skips. Leave its sends out, with remove_comms: they are added for the "
-            "skips that there are."
+            "made with this skip. Remove the schedule's sends with remove_comms: the pipeline adds "
+            "those for the skips that its stages have."
         )
     return found

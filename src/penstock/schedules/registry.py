@@ -38,7 +38,7 @@ REGISTRY: Final[tuple[Generator, ...]] = (
 
 
 def names() -> list[str]:
-    """The names of all algorithms.
+    """Return the names of all algorithms.
 
     >>> names()[:3]
     ['GPipe', '1F1B', 'Interleaved1F1B']
@@ -47,9 +47,9 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Generator:
-    """The algorithm of that name; case, hyphens, underscores and blanks do not matter.
+    """Return the algorithm of that name; case, hyphens, underscores and blanks do not matter.
 
-    The names of torch's classes will do too.
+    The names of torch's classes work too.
 
     >>> get("zb-v") is get("ScheduleZBVZeroBubble")
     True
@@ -64,7 +64,7 @@ def get(name: str) -> Generator:
         close = difflib.get_close_matches(_normalise(name), by_key, n=1, cutoff=0.5)
         hint = f"Did you mean {by_key[close[0]].name}? " if close else ""
         raise ScheduleError(
-            f"There is no schedule named {name!r}. {hint}Known are {', '.join(names())}."
+            f"There is no schedule named {name!r}. {hint}The known ones are {', '.join(names())}."
         )
     return found
 

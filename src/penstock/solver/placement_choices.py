@@ -1,4 +1,4 @@
-"""Which placements there are to choose from, and what they are called."""
+"""The placements to choose from, and their descriptions."""
 
 from collections.abc import Iterable
 
@@ -7,13 +7,13 @@ from penstock.ir import Placement
 
 
 def default_placements(num_stages: int, num_ranks: int) -> list[Placement]:
-    """All that the numbers allow: a line for one stage per rank, a loop and a V for more."""
+    """Return the placements for these numbers: linear for one stage per rank, else loop and V."""
     if not isinstance(num_ranks, int) or num_ranks < 1:
         raise ScheduleError(f"num_ranks is {num_ranks!r}. Expected a whole number, at least 1.")
     count, rest = divmod(num_stages, num_ranks)
     if rest or not count:
         raise ScheduleError(
-            f"The costs are of {num_stages} stages, which cannot be shared out evenly among "
+            f"The costs are for {num_stages} stages, which cannot be divided evenly among "
             f"{num_ranks} ranks. Give as many stages as ranks or a multiple, or placements."
         )
     found = (
@@ -41,7 +41,7 @@ def check_placements(placements: Iterable[Placement], num_ranks: int) -> list[Pl
 
 
 def describe(placement: Placement) -> str:
-    """A placement in a word or two."""
+    """Return a placement in a word or two."""
     num_ranks = placement.num_ranks
     count, rest = divmod(placement.num_stages, num_ranks)
     if not rest:

@@ -1,12 +1,12 @@
-"""A question to the solver, in plain numbers; and orders, as plain numbers too.
+"""The problem that the solver solves, and its orders, as plain numbers.
 
 Microbatches are alike, so it does not matter which of them an action works on. Give the first
-forward on a stage to microbatch 0, the second to 1, and the same for its I and its W: the first n
-microbatches that a stage was given are then those that the stage before finished first, so nothing
-waits longer than it did; and memory depends on counts alone. So some best schedule has the
-microbatches in order on every stage, in F, in I and in W, and only such are looked for here.
+forward on a stage to microbatch 0, the second to 1, and the same for its I and its W. The first n
+microbatches that reach a stage are then those that the previous stage finished first, so nothing
+waits longer than before. Memory depends only on counts. So some best schedule has the microbatches
+in order on every stage, in F, in I and in W, and only such schedules are searched here.
 
-An order needs no microbatches then: it is a list of codes, 4 * stage + kind.
+An order then does not need to name microbatches: it is a list of codes, 4 * stage + kind.
 """
 
 from collections import deque
@@ -38,29 +38,29 @@ _KIND_OF: Final = {kind: number for number, kind in enumerate(KINDS)}
 
 Code: TypeAlias = int
 Order: TypeAlias = list[Code]
-"""What a rank runs, as codes; F, I, W and B of a stage each in the order of the microbatches."""
+"""A rank's actions as codes; F, I, W and B of a stage are each in the order of microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Stages on ranks, what they cost, how many microbatches, how much memory."""
+    """The costs, placement, number of microbatches and caps that a schedule is searched for."""
 
     costs: CostTable
     placement: Placement
     num_microbatches: int
     caps: tuple[float, ...]
-    """What each rank may hold; infinite if it may hold all."""
+    """The most that each rank may hold; infinite if it is not limited."""
     clock: Clock
     stages_of: tuple[tuple[int, ...], ...]
     durations: tuple[float, ...]
     """By code."""
     delays: tuple[float, ...]
-    """What a message on each edge takes at least; nothing between stages of one rank."""
+    """The least time of a message on each edge; zero between stages of one rank."""
     offsets: tuple[float, ...]
-    """What is taken off a rank's end: when it can first start by the clock span, 0 by makespan.
+    """The time subtracted from each rank's end: when it can first start, by span; 0, by makespan.
 
-    The largest end less offset is what both clocks measure: a rank's first action is the forward
-    of microbatch 0, which comes as early as can be.
+    Both clocks measure the largest end minus offset: a rank's first action is the forward of
+    microbatch 0, which starts as early as possible.
     """
 
     @classmethod
@@ -73,7 +73,7 @@ class Problem:
         memory: float | Iterable[float] | None = None,
         clock: Clock = "makespan",
     ) -> "Problem":
-        """Checks the question and takes it apart."""
+        """Check the arguments and return the problem that they describe."""
         _check(costs, placement, num_microbatches, clock)
         num_ranks = placement.num_ranks
         caps = cap_of_each_rank("memory", inf if memory is None else memory, num_ranks)
@@ -108,32 +108,32 @@ class Problem:
 
     @property
     def smallest_caps(self) -> tuple[float, ...]:
-        """The least that each rank must be allowed to hold.
+        """The smallest cap of each rank with which any schedule fits.
 
-        A microbatch holds what all forwards of a rank left when its backward begins; and to run
-        one microbatch after the other, with full backwards, takes no more.
+        When its backward begins, a microbatch holds what all forwards of the rank left. Running
+        one microbatch after the other, with full backwards, needs no more.
         """
         kept = self.costs.after_forward
         return tuple(float(sum(kept[stage] for stage in stages)) for stages in self.stages_of)
 
     def find_shortage(self) -> int | None:
-        """The first rank on which nothing fits, if there is one."""
+        """Return the first rank on which nothing fits, if there is one."""
         pairs = zip(self.smallest_caps, self.caps, strict=True)
         short = (rank for rank, (least, cap) in enumerate(pairs) if least > cap * ROUNDING)
         return next(short, None)
 
     def find_excess(self, report: Report) -> int | None:
-        """The first rank that holds more than it may in a simulated schedule, if there is one."""
+        """Return the first rank that exceeds its cap in a simulated schedule, if there is one."""
         pairs = zip(report.ranks, self.caps, strict=True)
         over = (n for n, (rank, cap) in enumerate(pairs) if rank.peak_memory > cap * ROUNDING)
         return next(over, None)
 
     def time_of(self, report: Report) -> float:
-        """What a simulated schedule takes, by the clock."""
+        """Return the time of a simulated schedule, by the clock."""
         return report.makespan if self.clock == "makespan" else report.span
 
     def fuses(self, stage: int) -> bool:
-        """Whether a full backward of `stage` can be better than its halves: quicker, or leaner."""
+        """Return whether a full backward of `stage` can take less time or memory than halves."""
         times, code = self.durations, 4 * stage
         halves = times[code + INPUT] + times[code + WEIGHT]
         is_quicker = times[code + FULL] < halves * (1 - 1e-12)
@@ -141,12 +141,12 @@ class Problem:
 
     @property
     def has_queues(self) -> bool:
-        """Whether messages may wait for each other, which only the simulator knows."""
+        """True if messages may wait for each other, which only the simulator models."""
         is_linear = self.num_stages == self.num_ranks
         return any(self.costs.transfer) or (not is_linear and len(set(self.costs.delay)) > 1)
 
     def schedule(self, orders: Sequence[Order]) -> Schedule:
-        """The orders as a schedule."""
+        """Return the orders as a schedule."""
         return Schedule(map(self._actions, orders), self.placement, self.num_microbatches)
 
     def _actions(self, order: Order) -> Iterator[Action]:
@@ -168,7 +168,7 @@ class Problem:
 
 
 def codes(schedule: Schedule) -> list[Order]:
-    """The orders of a schedule as codes; the halves of an overlap come one after the other."""
+    """Return the orders of a schedule as codes; the parts of an overlap follow one another."""
     return [
         [
             4 * part.stage + _KIND_OF[type(part)]
@@ -180,7 +180,7 @@ def codes(schedule: Schedule) -> list[Order]:
 
 
 def nothing_fits(problems: Sequence[Problem]) -> ScheduleError:
-    """The error for caps that are too small: it names the least that would do for any of these."""
+    """Return the error for caps that are too small, with the smallest memory that would fit."""
     problem = min(problems, key=lambda problem: max(problem.smallest_caps))
     rank = problem.find_shortage()
     assert rank is not None
@@ -194,7 +194,7 @@ def nothing_fits(problems: Sequence[Problem]) -> ScheduleError:
 
 
 def in_full(value: float) -> str:
-    """All digits, so that who takes it at its word has enough."""
+    """Format `value` with all digits, so that a user who enters it has enough memory."""
     return f"{value:.0f}" if value.is_integer() else repr(value)
 
 
@@ -215,18 +215,18 @@ def _check(costs: CostTable, placement: Placement, num_microbatches: int, clock:
         )
     if placement.num_stages != costs.num_stages:
         raise CostError(
-            f"The costs are of {costs.num_stages} stages, but the placement has "
+            f"The costs are for {costs.num_stages} stages, but the placement has "
             f"{placement.num_stages}. Give costs for each stage."
         )
     if clock not in get_args(Clock):
         raise ScheduleError(f"clock is {clock!r}. Expected 'makespan' or 'span'.")
-    # Otherwise a rank could be made to start late, and its offset would not be known.
+    # Otherwise a schedule could delay a rank's start, and the rank's offset would not be known.
     num_ranks = placement.num_ranks
     first_stages = [placement.stages_of(rank)[0] for rank in range(num_ranks)]
     if clock == "span" and max(first_stages) >= num_ranks:
         raise ScheduleError(
             f"clock is 'span', but rank {first_stages.index(max(first_stages))} has its first "
-            f"stage, {max(first_stages)}, behind another rank's second. Expected a placement in "
-            f"which every rank has one of the first {num_ranks} stages, as in a line, a loop or a "
-            "V; or use 'makespan'."
+            f"stage, {max(first_stages)}, after another rank's second. Expected a placement in "
+            f"which every rank has one of the first {num_ranks} stages: linear, a loop or a V. "
+            "Or use 'makespan'."
         )

@@ -30,16 +30,16 @@ class WholePassage:
     def backward(
         self, grads: Any, loss: Tensor | None = None
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
-        """The gradients of `inputs`, and what the weight backward has to run.
+        """Return the gradients of `inputs`, and the function that the weight backward runs.
 
-        `grads` are those of the outputs, or of the loss if there is one.
+        `grads` are the gradients of the outputs, or of the loss if there is one.
         """
         roots = self.outputs if loss is None else loss
         input_grads = stage_backward(roots, grads, self.inputs)
         return input_grads, do_nothing if self._dw_builder is None else self._dw_builder()
 
     def backward_of_nothing(self) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
-        """As `backward`, for a microbatch whose loss does not count: all gradients are zeros."""
+        """Run `backward` for a microbatch whose loss does not count: all gradients are zeros."""
         self.outputs = pytree.tree_leaves(self.outputs)
         if not _can_be_nothing(self.outputs):
             return (None,) * len(self.inputs), do_nothing
@@ -47,11 +47,11 @@ class WholePassage:
 
 
 class SplitPassage:
-    """A microbatch between its forward and its input backward, by the engine.
+    """A microbatch between its forward and its input backward, run by the split engine.
 
-    The loss is computed from stand-ins for the last stage's outputs: its own graph, with the
-    parameters it may have, is plain autograd's, and ends where the engine's begins. Only where
-    the outputs are in an object that torch cannot look into are the two one graph.
+    The loss is computed from stand-ins for the last stage's outputs. Its graph, with any
+    parameters of the loss, belongs to plain autograd and ends where the engine's graph begins.
+    The two are one graph only if the outputs are in an object that torch cannot look into.
     """
 
     def __init__(self, forward: PendingBackward, *, is_last: bool) -> None:
@@ -65,12 +65,12 @@ class SplitPassage:
                 stand_in_for(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
             ]
             self.outputs = pytree.tree_unflatten(self._stand_ins, structure)
-            forward.outputs = leaves  # A list can hold None for a gradient; not all outputs can.
+            forward.outputs = leaves  # A list can hold None as a gradient; not all outputs can.
 
     def backward(
         self, grads: Any, loss: Tensor | None = None
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
-        """As a whole passage's; the weight gradients are what the weight backward has to run."""
+        """Return the gradients of `inputs`, and the function that adds the weight gradients."""
         if loss is None:
             input_grads, pending = self._forward.backward_input(grads)
         elif not self._stand_ins:
@@ -84,7 +84,7 @@ class SplitPassage:
         return input_grads, pending.run
 
     def backward_of_nothing(self) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
-        """As a whole passage's."""
+        """Run `backward` for a microbatch whose loss does not count: all gradients are zeros."""
         outputs = self._stand_ins or pytree.tree_leaves(self._forward.outputs)
         self._forward.outputs = pytree.tree_leaves(self._forward.outputs)
         if not _can_be_nothing(outputs):
@@ -96,37 +96,37 @@ Passage: TypeAlias = WholePassage | SplitPassage
 
 
 def do_nothing() -> None:
-    """The weight backward of a stage whose backward ran in one piece."""
+    """Do nothing: the weight backward of a stage whose backward ran in one piece."""
 
 
 def needs_grad(leaf: Any) -> bool:
-    """Whether this is a tensor to differentiate by."""
+    """Return whether `leaf` is a tensor that needs a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def stand_in_for(tensor: Tensor) -> Tensor:
-    """A leaf with the same values, at which a graph ends."""
+    """Return a leaf with the same values, at which a graph ends."""
     return values_of(tensor).requires_grad_(tensor.requires_grad)
 
 
 def _can_be_nothing(outputs: Sequence[Any]) -> bool:
-    """Return whether an output needs a gradient; raises if nobody can tell."""
+    """Return whether an output needs a gradient; raise an error if torch cannot tell."""
     if not any(isinstance(leaf, Tensor) for leaf in outputs):
         raise StageError(
             "a microbatch has weight 0, and the last stage returns an object that torch cannot "
-            "look into, so that it cannot be told which gradients are zero. Return tensors, "
+            "look into, so Penstock cannot tell which gradients are zero. Return tensors, "
             f"tuples or dicts, or register its class with {REGISTER_PYTREE_NODE}."
         )
     return any(map(needs_grad, outputs))
 
 
 def _zeros(outputs: Sequence[Any]) -> list[Tensor | None]:
-    """A gradient of zeros for each output that needs one."""
+    """Return a gradient of zeros for each output that needs one, and None for the others."""
     return [torch.zeros_like(leaf) if needs_grad(leaf) else None for leaf in outputs]
 
 
 def _grad_of(stand_in: Any) -> Tensor | None:
-    """Its gradient; taken, so that the stand-in does not keep it."""
+    """Return the gradient of a stand-in, and remove it there so that it is not kept alive."""
     if not isinstance(stand_in, Tensor):
         return None
     grad, stand_in.grad = stand_in.grad, None

@@ -1,4 +1,4 @@
-"""What the page is told: the picture, the table, and files to take away."""
+"""The answers to the page: the picture, the table, and files to save."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from penstock.studio.generated_python import python_text
 from penstock.studio.typed_inputs import Inputs
 from penstock.timeline import Report
 
-# What a name ends in, for each kind of file.
+# The ending of the name, for each kind of file.
 FILES: Final = {
     "CSV": ".csv",
     "SVG": ".svg",
@@ -35,14 +35,14 @@ FILES: Final = {
 
 
 class FileData(TypedDict):
-    """A file that can be asked for."""
+    """A file that the page can request."""
 
     label: str
     href: str
 
 
 class PictureData(TypedDict):
-    """The picture, and what goes with it."""
+    """The picture, with its notes, its Python and its files."""
 
     page: PageData
     notes: list[str]
@@ -51,7 +51,7 @@ class PictureData(TypedDict):
 
 
 class RowData(TypedDict):
-    """A schedule in the table: what it takes, in words and to sort by, or why it cannot be made."""
+    """A schedule in the table: its numbers, as words and for sorting, or why it cannot be made."""
 
     name: str
     cells: list[str]
@@ -63,30 +63,30 @@ class RowData(TypedDict):
 
 
 class BoundData(TypedDict):
-    """Stands under the table."""
+    """The line under the table."""
 
     bound: str
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A schedule that is drawn."""
+    """A schedule to draw."""
 
     name: str
     schedule: Schedule
     report: Report
     excess: str
-    """What it needs more than there is; empty if it fits."""
+    """The memory that it needs over a cap, in words; empty if it fits."""
 
 
 def search(inputs: Inputs) -> SearchResult:
-    """The best for the question, with one stage per rank, two, or as many as are asked for."""
+    """Search with one stage per rank, with two, and with the number given; return the best."""
     groups = _groups(inputs)
     return find_best(inputs.question, groups, seconds=inputs.seconds, effort=inputs.effort)
 
 
 def check_memory(inputs: Inputs) -> None:
-    """Raises if nothing at all fits."""
+    """Raise an error if no schedule can fit."""
     problems = [
         inputs.question.problem(placement)
         for placements in _groups(inputs)
@@ -97,7 +97,7 @@ def check_memory(inputs: Inputs) -> None:
 
 
 def make(inputs: Inputs, field: str, name: str, found: SearchResult | None) -> Shown:
-    """The schedule that `field` names; `found` is the searched one."""
+    """Return the schedule that `field` names; `found` is the searched one."""
     question = inputs.question
     if name == SEARCHED:
         assert found is not None
@@ -120,7 +120,7 @@ def make(inputs: Inputs, field: str, name: str, found: SearchResult | None) -> S
 
 
 def panels(question: Question, shown: list[Shown]) -> list[Panel]:
-    """What is drawn, with the line of the memory that there is."""
+    """Return the panels to draw, with a line at each cap."""
     memory = question.memory
     caps = () if memory is None else memory if isinstance(memory, tuple) else (memory,)
     return [
@@ -136,16 +136,16 @@ def panels(question: Question, shown: list[Shown]) -> list[Panel]:
 
 
 def picture(inputs: Inputs, shown: list[Shown], query: str) -> PictureData:
-    """The schedules under each other; the Python and the CSV are of the first.
+    """Return the schedules one below the other; the Python and the CSV are those of the first.
 
-    `query` is the part of an address that says what is typed in.
+    `query` is the part of an address that holds the fields.
     """
     question = inputs.question
     first = shown[0]
     stem = f"{first.name.lower()}_p{question.num_ranks}_m{question.num_microbatches}"
     return {
         "page": page_data(panels(question, shown)),
-        "notes": [f"{one.name} {one.excess}: more than the memory." for one in shown if one.excess],
+        "notes": [f"{one.name} {one.excess}: more than the cap." for one in shown if one.excess],
         "python": python_text(inputs, first.name, first.schedule),
         "files": [
             {"label": label, "href": f"/files/{stem}{ending}?{query}"}
@@ -155,7 +155,7 @@ def picture(inputs: Inputs, shown: list[Shown], query: str) -> PictureData:
 
 
 def file(question: Question, shown: list[Shown], name: str) -> bytes:
-    """What is in the file of that name; it ends as one of `FILES` does."""
+    """Return the content of the file `name`, which has one of the endings in `FILES`."""
     first = shown[0]
     if name.endswith(FILES["CSV"]):
         return first.schedule.to_csv().encode()
@@ -168,7 +168,7 @@ def file(question: Question, shown: list[Shown], name: str) -> bytes:
 
 
 def table(inputs: Inputs) -> Iterator[RowData | BoundData]:
-    """A row for each registered schedule, each as soon as it is known; last comes the bound."""
+    """Yield a row for each registered schedule as soon as it is known, and last the bound."""
     comparison = Comparison(inputs.question)
     for generator in REGISTRY:
         name = generator.name
@@ -179,17 +179,17 @@ def table(inputs: Inputs) -> Iterator[RowData | BoundData]:
 
 
 def searched_row(inputs: Inputs, found: SearchResult) -> RowData:
-    """The searched schedule beside the others."""
+    """Return the table's row for the searched schedule."""
     row = Comparison(inputs.question).add(SEARCHED, found.schedule)
     assert row is not None
     count = sum(tried.count for tried in found.tried)
-    ending = "" if found.is_complete else ", and then stopped"
+    ending = "" if found.is_complete else ", when the time ran out"
     note = f"{count:,} schedules were tried in {found.seconds:.1f} s{ending}."
     return {**row_data(inputs.question, row), "note": note}
 
 
 def row_data(question: Question, row: Row) -> RowData:
-    """A row in words."""
+    """Return a row in words."""
     costs, peak = question.costs, row.report.peak_memory
     return {
         "name": row.name,
@@ -212,7 +212,7 @@ def _left_out(name: str, why: str) -> RowData:
 
 
 def _groups(inputs: Inputs) -> list[list[Placement]]:
-    """The placements to search; those of a list have as many stages."""
+    """Return the placements to search: a list for each number of stages."""
     num_ranks = inputs.question.num_ranks
     counts = {1, 2, inputs.stages_per_rank or 1}
     return [default_placements(num_ranks * count, num_ranks) for count in sorted(counts)]

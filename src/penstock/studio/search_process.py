@@ -1,7 +1,7 @@
-"""Searches in processes of their own: one that nobody waits for any more can be stopped.
+"""Searches in separate processes, so that a search that is no longer needed can be stopped.
 
-[1] The server writes what is asked to the process, [2] which answers and ends. The server keeps
-[1] open all the while: [3] if it closes, the server is gone, and the search ends too.
+[1] The server writes the question to the process, [2] which answers and ends. The server keeps
+[1] open meanwhile: [3] if it closes, the server has ended, and the search ends too.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from penstock.studio.typed_inputs import Inputs
 
 
 async def search_apart(inputs: Inputs) -> SearchResult:
-    """What is found; the search is stopped when this is cancelled."""
+    """Return what a search in another process finds; cancelling this stops the search."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        "-P",  # What lies in the folder where the studio was started is not meant.
+        "-P",  # Do not import from the folder where the studio was started.
         "-m",
         __name__,
         stdin=PIPE,
@@ -41,8 +41,8 @@ async def search_apart(inputs: Inputs) -> SearchResult:
     if code != 0:
         raise FieldError(
             {
-                "search": f"The search ended with exit code {code}, most likely for want of "
-                "memory. Ask for fewer ranks or microbatches, or turn it off."
+                "search": f"The search ended with exit code {code}, most likely because it "
+                "ran out of memory. Choose fewer ranks or microbatches, or turn the search off."
             }
         )
     result: SearchResult = pickle.loads(found)
@@ -50,14 +50,14 @@ async def search_apart(inputs: Inputs) -> SearchResult:
 
 
 def main() -> None:
-    """Answers one question."""
+    """Answer one question."""
     inputs: Inputs = pickle.load(sys.stdin.buffer)
     Thread(target=_end_with_the_server, daemon=True).start()
     sys.stdout.buffer.write(pickle.dumps(search(inputs)))  # [2]
 
 
 def _end_with_the_server() -> None:
-    os.read(sys.stdin.fileno(), 1)  # Without the buffer, which is locked while it waits.
+    os.read(sys.stdin.fileno(), 1)  # Not through the buffer, which is locked while it waits.
     os._exit(1)  # [3]
 
 

@@ -1,6 +1,6 @@
-"""The studio's server: answers what the page asks, on this machine alone.
+"""The studio's server: answers the page's requests, on this machine only.
 
-Every request is a question that changes nothing; only what was searched is kept for a while.
+No request changes anything; only the results of recent searches are kept.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from penstock.studio.typed_inputs import CHOICES, DEFAULTS, LARGEST, Inputs, rea
 
 T = TypeVar("T")
 
-_NUM_KEPT, _NUM_AT_ONCE = 16, 2  # Searches whose results are kept, and that run.
+_NUM_KEPT, _NUM_AT_ONCE = 16, 2  # Searches whose results are kept, and that run at the same time.
 _FILE_NAME = re.compile(f"[a-z0-9_-]+({'|'.join(map(re.escape, answers.FILES.values()))})")
-_GONE = 499  # As other servers have it: the client closed the request.
+_GONE = 499  # As in other servers: the client closed the request.
 _TYPES = {
     ".css": "text/css",
     ".csv": "text/csv",
@@ -49,7 +49,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    # The page may ask this server and nobody else.
+    # The page may send requests to this server only.
     "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -60,9 +60,9 @@ _HEADERS = {
 
 
 def make_app() -> ASGIApp:
-    """The studio as an ASGI application."""
+    """Return the studio as an ASGI application."""
     searches = _Searches()
-    drawing = asyncio.Lock()  # matplotlib's settings are those of the whole process.
+    drawing = asyncio.Lock()  # matplotlib's settings apply to the whole process.
 
     async def picture(request: Request) -> Response:
         inputs = read_inputs(request.query_params)
@@ -87,7 +87,7 @@ def make_app() -> ASGIApp:
         try:
             inputs = read_inputs(request.query_params)
             shown = await _unless_gone(request, searches.show(inputs))
-        except FieldError as error:  # It is not the page that asks.
+        except FieldError as error:  # The request is not from the page.
             raise HTTPException(422, str(error)) from error
         async with drawing:
             content = await _in_thread(answers.file, inputs.question, shown, name)
@@ -106,7 +106,7 @@ def make_app() -> ASGIApp:
             Route("/files/{name}", file),
         ],
         middleware=[
-            # A page of elsewhere must not reach us under a name that leads here.
+            # A page from another site must not reach the studio by a host name that resolves to it.
             Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
             Middleware(_OnlyOurPage),
         ],
@@ -116,14 +116,14 @@ def make_app() -> ASGIApp:
 
 
 class _Searches:
-    """What was searched lately."""
+    """The results of recent searches."""
 
     def __init__(self) -> None:
         self._found: dict[Inputs, SearchResult] = {}
         self._at_once = asyncio.Semaphore(_NUM_AT_ONCE)
 
     async def find(self, inputs: Inputs) -> SearchResult:
-        """The searched schedule, which is the same whatever is drawn."""
+        """Return the searched schedule, which does not depend on what is drawn."""
         await _in_thread(answers.check_memory, inputs)
         key = replace(inputs, schedule=SEARCHED, beside="")
         async with self._at_once:
@@ -134,7 +134,7 @@ class _Searches:
         return found
 
     async def show(self, inputs: Inputs) -> list[answers.Shown]:
-        """The schedules that are drawn."""
+        """Return the schedules to draw."""
         await _in_thread(answers.check_memory, inputs)
         names = {"schedule": inputs.schedule, "beside": inputs.beside}
         found = await self.find(inputs) if SEARCHED in names.values() else None
@@ -146,7 +146,7 @@ class _Searches:
 
 
 def _lines(inputs: Inputs) -> Iterator[str]:
-    """The table; where it breaks off by a mistake of ours, its last line says so."""
+    """Yield the lines of the table; if the studio fails, the last line is the error."""
     try:
         for row in answers.table(inputs):
             yield json.dumps(row, allow_nan=False) + "\n"
@@ -155,17 +155,17 @@ def _lines(inputs: Inputs) -> Iterator[str]:
 
 
 async def _in_thread(function: Callable[..., T], *args: object) -> T:
-    """Calls the function beside everything else; at the end of the server it is not waited for."""
+    """Call the function in a thread; the server does not wait for it when it stops."""
     return await to_thread.run_sync(lambda: function(*args), abandon_on_cancel=True)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; when the browser does not wait for it any more, it is stopped."""
+    """Return the result of `work`, or stop it when the browser closes the request."""
     tasks = working, _ = asyncio.create_task(work), asyncio.create_task(_until_gone(request))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise HTTPException(_GONE, "The browser has gone.")
+            raise HTTPException(_GONE, "The browser closed the request.")
         return working.result()
     finally:
         for task in tasks:
@@ -179,7 +179,7 @@ async def _until_gone(request: Request) -> None:
 
 
 def _parts() -> list[Route]:
-    """The page and what belongs to it, read once."""
+    """Return the routes of the page and its parts, which are read once."""
     start = {
         "fields": DEFAULTS,
         "schedules": [
@@ -190,7 +190,7 @@ def _parts() -> list[Route]:
     }
     folder = files("penstock.studio") / "parts"
     parts = {part.name: part.read_text(encoding="utf-8") for part in folder.iterdir()}
-    # In a script element only "<" can end or change what is read as text.
+    # In a script element, only "<" can end the text or change how it is read.
     data = json.dumps(start).replace("<", "\\u003c")
     parts[""] = Template(parts.pop("studio.html")).substitute(start=data)
     parts |= {"page.css": page_style(), "page.js": page_script()}
@@ -208,7 +208,7 @@ def _json(value: object) -> Response:
 
 
 async def _say_problems(request: Request, error: Exception) -> Response:
-    """An answer like others: a browser would note any other status as an error of the page."""
+    """Return the problems with status 200: a browser logs any other status as an error."""
     assert isinstance(error, FieldError)
     return _problems(error.problems, 200)
 
@@ -218,7 +218,7 @@ async def _say_failure(request: Request, error: Exception) -> Response:
 
 
 def _failure(error: Exception) -> dict[str, str]:
-    """A mistake of ours: the page says so, and where it comes from is printed."""
+    """Return the message about an error in the studio itself, and print its traceback."""
     traceback.print_exception(error)
     return {"": f"The studio failed: {error!r}"}
 
@@ -229,9 +229,9 @@ def _problems(problems: Mapping[str, str], status: int) -> Response:
 
 
 class _OnlyOurPage:
-    """Refuses what pages of elsewhere ask for; a link on one of them may lead to the page itself.
+    """Middleware that refuses requests from pages of other sites, except links to the page itself.
 
-    They could not read the answer, but keep this machine busy.
+    Such pages could not read the answers, but they could keep this machine busy.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -243,13 +243,15 @@ class _OnlyOurPage:
             "cross-site",
             "same-site",
         ):
-            await Response("Only the studio's own page may ask.", 403)(scope, receive, send)
+            await Response("Only the studio's own page may send requests.", 403)(
+                scope, receive, send
+            )
         else:
             await self._app(scope, receive, send)
 
 
 class _WithHeaders:
-    """Adds the headers that all answers have."""
+    """Middleware that adds the headers that all answers have."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Starts the studio: an address on this machine, until Ctrl-C."""
+"""Start the studio at an address on this machine, until Ctrl-C."""
 
 import logging
 import os
@@ -19,37 +19,37 @@ USUAL_PORT = 8787
 
 
 def serve(fields: Mapping[str, str], *, port: int | None, is_opened: bool) -> NoReturn:
-    """Serves the page until Ctrl-C, and then ends the process.
+    """Serve the page until Ctrl-C, and then end the process.
 
-    `fields` are those that differ from their defaults. Without a port the usual one is taken, so
-    that an address can be kept, or any other if it is in use.
+    `fields` are those that differ from their defaults. Without `port` the usual port is used, so
+    that bookmarks keep working, or any free port if it is in use.
     """
     packages = ["anyio", "starlette", "uvicorn"]
     with needed_by("the studio", packages, extra="studio", error=OptionError):
         import uvicorn
 
         from penstock.studio.server import make_app
-    # Ctrl-C is how one leaves, at any moment.
+    # Ctrl-C is the way to stop the studio, at any moment.
     with suppress(KeyboardInterrupt), _listen(port) as listener:
         query = urlencode(fields)
         address = f"http://{HOST}:{listener.getsockname()[1]}/" + (f"?{query}" if query else "")
         print(f"The studio is at {address}", flush=True)
         print("Ctrl-C stops it.", flush=True)
         if is_opened and has_screen():
-            # Some browsers are waited for, and those wait for the page.
+            # In a thread: this call may wait for the browser, which waits for the page.
             Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         config = uvicorn.Config(
             make_app(),
-            log_level="critical",  # Whoever is still answered at the end is no error.
+            log_level="critical",  # Connections still open at shutdown are not errors.
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
         )
-        # At the end asyncio would warn of searches that are stopped.
+        # At shutdown, asyncio would warn about searches that are stopped.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
         uvicorn.Server(config).run(sockets=[listener])
     print("The studio has stopped.", flush=True)
-    os._exit(0)  # What is still being drawn, nobody waits for.
+    os._exit(0)  # Do not wait for drawings that are still being made.
 
 
 def _listen(port: int | None) -> socket.socket:
@@ -60,12 +60,11 @@ def _listen(port: int | None) -> socket.socket:
             return socket.create_server((HOST, 0))
         reason = os.strerror(exc.errno) if exc.errno else str(exc)
         raise OptionError(
-            f"--port is {port}, and that cannot be used: {reason}. Give another one, or leave it "
-            "out."
+            f"--port is {port}, which cannot be used: {reason}. Give another port, or leave it out."
         ) from exc
 
 
 def has_screen() -> bool:
-    """Without one, a browser would open in the terminal, if at all."""
+    """Return whether there is a screen; without one, a browser could only open in the terminal."""
     is_linux = sys.platform.startswith("linux")
     return not is_linux or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

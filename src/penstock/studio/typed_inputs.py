@@ -1,4 +1,4 @@
-"""What is typed into the page, checked field by field."""
+"""The fields of the page, read and checked one by one."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,9 +35,9 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "units": "any",
     "search": "quick",
 }
-"""The fields, and what is in them at first."""
+"""The fields and their default values."""
 
-# So much is drawn within a moment.
+# This much is drawn without a noticeable wait.
 LARGEST: Final[Mapping[str, int]] = {"ranks": 64, "microbatches": 512, "stages_per_rank": 8}
 _LARGEST_PRODUCT = 8_192
 _MOST_VALUES = 512
@@ -51,27 +51,27 @@ CHOICES: Final[Mapping[str, Sequence[str]]] = {
     "units": tuple(_UNITS),
     "search": ("off", "quick", "thorough"),
 }
-"""What can be chosen in the fields that are no numbers, beside the schedules."""
+"""The choices of the fields that are not numbers, apart from the schedules."""
 _EFFORTS: Final = {"off": 0.1, "quick": 0.1, "thorough": 1.0}
 _SECONDS: Final = {"off": 10.0, "quick": 10.0, "thorough": 60.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the fields say."""
+    """The values of the fields."""
 
     question: Question
     schedule: str
     beside: str
-    """Empty, or what is drawn under the schedule."""
+    """The schedule that is drawn below the first one; may be empty."""
     stages_per_rank: int | None
     effort: float
     seconds: float
-    """How much and how long is searched."""
+    """The time limit of the search."""
 
 
 def read_inputs(query: Mapping[str, str]) -> Inputs:
-    """Checks every field; those that are not given have their defaults."""
+    """Read and check every field; fields that are not given have their defaults."""
     form = _Form(query)
     search = form.read("search", _one_of(CHOICES["search"]))
     schedule = form.read("schedule", _one_of([*names(), SEARCHED]))
@@ -100,7 +100,7 @@ def read_inputs(query: Mapping[str, str]) -> Inputs:
 
 
 def fields_of(costs: ShareCosts) -> dict[str, str]:
-    """What to type in for these costs."""
+    """Return the text of the fields for these costs."""
     lists = {
         "forward": costs.forward,
         "backward_input": costs.backward_input,
@@ -120,7 +120,7 @@ def fields_of(costs: ShareCosts) -> dict[str, str]:
 
 
 class _Form:
-    """The fields as they are read, and what is wrong with them so far."""
+    """The fields as they are read, and the problems found so far."""
 
     def __init__(self, query: Mapping[str, str]) -> None:
         self._fields = {**DEFAULTS, **query}
@@ -135,7 +135,7 @@ class _Form:
             return convert(name, self._fields[name].strip())
         except OptionError as error:
             self.problems[name] = str(error)
-            # Where there are problems, nobody looks at what was read.
+            # If there are problems, the values that were read are not used.
             return convert(name, DEFAULTS[name])
 
 
@@ -156,7 +156,7 @@ def _read_costs(form: _Form) -> ShareCosts:
 
 
 def _check_together(question: Question, stages_per_rank: int | None) -> dict[str, str]:
-    """What fields that are right by themselves can have wrong together."""
+    """Return the problems of fields that are valid alone but not together."""
     num_ranks, num_microbatches = question.num_ranks, question.num_microbatches
     problems = {}
     product = num_ranks * num_microbatches * (stages_per_rank or 1)
@@ -187,7 +187,7 @@ def _count_or_none(name: str, text: str) -> int | None:
 
 def _number(name: str, text: str) -> float:
     value = _to_float(text)
-    if not 0 <= value <= LARGEST_AMOUNT:  # False where it is no number (nan).
+    if not 0 <= value <= LARGEST_AMOUNT:  # False if it is not a number (nan).
         raise OptionError(f"{_quote(name, text)} Expected a number from 0 to {LARGEST_AMOUNT:g}.")
     return value
 
@@ -204,7 +204,7 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
     if len(values) > _MOST_VALUES or not all(0 <= value <= LARGEST_AMOUNT for value in values):
         raise OptionError(
             f"{_quote(name, text)} Expected a number from 0 to {LARGEST_AMOUNT:g}, or several "
-            f"along the model with commas between, 1,1,2, at most {_MOST_VALUES}."
+            f"along the model, separated by commas: 1,1,2 (at most {_MOST_VALUES})."
         )
     return values
 
@@ -221,8 +221,8 @@ def _caps(unit: MemoryUnit) -> Callable[[str, str], float | tuple[float, ...] | 
         caps = tuple(to_amount(name, part) for part in parts)
         if unit != "bytes" and any(part[-1].isalpha() for part in parts):
             raise OptionError(
-                f"{_quote(name, text)} Expected a number in the unit of activation, for nobody "
-                "knows how many bytes that is; or let units be seconds and bytes."
+                f"{_quote(name, text)} Expected a number in the unit of activation, "
+                "whose size in bytes is unknown. To give bytes, set units to seconds and bytes."
             )
         return caps[0] if len(caps) == 1 else caps
 
@@ -253,7 +253,7 @@ def _to_float(text: str) -> float:
 
 
 def _quote(name: str, text: str) -> str:
-    """What is wrong, in a few words even where a lot was typed."""
+    """Return the field and its text, shortened if it is long."""
     if not text:
         return f"{name} is empty."
     return f"{name} is {shortened(text)!r}."

@@ -1,10 +1,10 @@
 """Checkpoints in torch's own format, under the model's own names.
 
-A checkpoint does not know of stages or ranks: each rank writes what it has and reads what it
-needs, so the next run may be cut, placed and scheduled in another way. The keys are
+A checkpoint does not depend on stages or ranks: each rank writes what it has and reads what it
+needs, so the next run may have another cut, placement and schedule. The keys are
 
     model.<name>                          a parameter, as in the model's state dict
-    optimizer.state.<name>.exp_avg        and so on: what the optimizer keeps for it
+    optimizer.state.<name>.exp_avg        and so on: the optimizer's state for it
 
 as torch.distributed.checkpoint has them for {"model": model.state_dict(), …}.
 """
@@ -36,10 +36,13 @@ def save(
     comm: AbstractComm,
     group: Group,
 ) -> None:
-    """Write what all ranks have; each calls it. Until it is complete the one before stays."""
+    """Write the state of all ranks, which must all call this.
+
+    The previous checkpoint stays until the new one is complete.
+    """
     path = partial_folder(folder, saved.step)
     if comm.rank == 0:
-        shutil.rmtree(path, ignore_errors=True)  # What an earlier attempt may have left.
+        shutil.rmtree(path, ignore_errors=True)  # Left by an earlier attempt.
         path.mkdir(parents=True)
     comm.gather(None, _SAVING)
     try:
@@ -47,8 +50,8 @@ def save(
             _write(_state_of(stages, optimizer), path, comm, group)
     except CheckpointException as error:
         raise OptionError(
-            f"the checkpoint {path} could not be written: {_cause(error)}. The one before is as it "
-            "was: make room or name another folder, and resume."
+            f"the checkpoint {path} could not be written: {_cause(error)}. The previous checkpoint "
+            "is unchanged: free some space or name another folder, and resume."
         ) from error
     if comm.rank == 0:
         complete(folder, saved)
@@ -57,7 +60,7 @@ def save(
 def load(
     folder: Path, step: int, stages: Sequence[PipelineStage], optimizer: torch.optim.AdamW
 ) -> None:
-    """Read what these stages need; ranks need not do it together."""
+    """Read the state that these stages need; ranks do not have to call this together."""
     path = step_folder(folder, step)
     for parameter in _parameters(stages).values():
         optimizer.state[parameter] = {
@@ -67,12 +70,12 @@ def load(
         }
     try:
         with _quietly():
-            # It fills the tensors that it is given, so the parameters have their values then.
+            # This fills the given tensors in place, so it sets the parameters.
             state_dict_loader.load(_state_of(stages, optimizer), checkpoint_id=path, no_dist=True)
     except CheckpointException as error:
         raise OptionError(
             f"the checkpoint {path} cannot be read: {_cause(error)}. "
-            "Remove it to go on with the one before."
+            "Remove it to resume from the previous checkpoint."
         ) from error
 
 
@@ -85,12 +88,12 @@ def _write(state: dict[str, Tensor], path: Path, comm: AbstractComm, group: Grou
     if comm.rank == 0:
         whole = {name: tensor for part in states for name, tensor in part.items()}
         state_dict_saver.save(whole, checkpoint_id=path, no_dist=True)
-    comm.gather(None, _SAVING)  # Nobody may change them before they are written.
+    comm.gather(None, _SAVING)  # No rank may change its tensors before they are written.
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without torch's warning that ranks do not read together, which is what was asked for."""
+    """Hide torch's warning that ranks do not read together, since that is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -114,7 +117,7 @@ def _named_state(
 
 
 def _cause(error: CheckpointException) -> str:
-    """What happened on the first rank that failed."""
+    """Return the error of the first rank that failed."""
     failed = next(iter(error.failures.values()))
     cause = failed[0]
     return f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"

@@ -1,4 +1,4 @@
-"""From what a user chose, and left out, to a run; with every check that needs no torch."""
+"""The options of a run, and the checks of them that do not need torch."""
 
 import difflib
 import os
@@ -20,10 +20,10 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """The options of a run; None is what was left out.
+    """The options of a run; None if an option was left out.
 
-    A run that is resumed takes what was left out from its checkpoint, as far as it is there;
-    a schedule that is a file knows its own numbers of ranks and microbatches.
+    A resumed run takes the options that were left out from its checkpoint, if they are there.
+    A schedule in a file has its own numbers of ranks and microbatches.
     """
 
     size: str | None = None
@@ -46,7 +46,7 @@ class Choices:
     record: str = ""
 
     def config(self, env: Mapping[str, str]) -> TrainConfig:
-        """The run; on a rank that was started already, `env` tells how many there are."""
+        """Return the config of the run; on a started rank, `env` has the number of ranks."""
         plain = TrainConfig(SIZES[DEFAULT_SIZE])
         is_there = self.resume and self.checkpoint
         saved = find_latest(Path(self.checkpoint)) if is_there else None
@@ -77,7 +77,7 @@ class Choices:
             close = difflib.get_close_matches(self.size.lower(), SIZES, n=1)
             hint = f"Did you mean {close[0]}? " if close else ""
             raise OptionError(
-                f"there is no size {self.size!r}. {hint}Known are {', '.join(SIZES)}; or give "
+                f"--size is {self.size!r}. {hint}Expected one of {', '.join(SIZES)}; or give "
                 "--layers, --width, --heads and --context."
             )
         base = otherwise if self.size is None else SIZES[self.size]
@@ -91,7 +91,7 @@ class Choices:
 
 
 def check_run(config: TrainConfig) -> Text:
-    """Raises if the run cannot be done; returns the text that it reads."""
+    """Return the text that the run reads; raise an error if the run is impossible."""
     choose_orders(config)
     text = read_text(config.text, context=config.model.context)
     if config.checkpoint:
@@ -105,8 +105,8 @@ def check_run(config: TrainConfig) -> Text:
         _check_record(Path(config.record))
         if config.schedule.lower() == AUTO and config.steps - first < 2:
             raise OptionError(
-                "--record is given for a single step by auto, in which memory is counted and "
-                "nothing is recorded. RankTraining more --steps, or by another --schedule."
+                "--record is given for a single step with --schedule auto. Its first step counts "
+                "memory and is not recorded. Train for more --steps, or with another --schedule."
             )
     return text
 
@@ -116,7 +116,7 @@ def _check_record(path: Path) -> None:
     if not is_there or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise OptionError(
             f"--record is {path}, which cannot be written. "
-            "Name a file in a folder that exists and may be written."
+            "Name a file in an existing folder that you can write to."
         )
 
 
@@ -127,12 +127,12 @@ def _num_ranks(given: int | None, env: Mapping[str, str], otherwise: int) -> int
         if not env[name].isdecimal():
             raise OptionError(
                 f"{name} is {env[name]!r} in the environment. Expected a number, as a launcher "
-                "sets it; unset it to start ranks here."
+                "sets it. Unset it to start ranks on this machine."
             )
     started = int(env["WORLD_SIZE"])
     if given not in (None, started):
         raise OptionError(
-            f"--ranks is {given}, but {started} were started. Leave it out where a launcher starts "
+            f"--ranks is {given}, but {started} were started. Leave it out if a launcher starts "
             "the ranks."
         )
     return started

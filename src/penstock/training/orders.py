@@ -13,15 +13,15 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Which rank holds which stage, and what they run."""
+    """The placement of a run, and its schedule."""
 
     placement: Placement
     schedule: Schedule | None
-    """Unless it is to be found while training."""
+    """None if it is to be found while training."""
 
 
 def choose_orders(config: TrainConfig) -> Orders:
-    """What the options ask for; raises if no such schedule can train such a model."""
+    """Return the schedule of the options; raise an error if it cannot train the model."""
     check_size(config.num_ranks, config.num_microbatches)
     if config.schedule.lower() == AUTO:
         orders = Orders(_placement_for_auto(config), None)
@@ -34,19 +34,19 @@ def choose_orders(config: TrainConfig) -> Orders:
     if num_stages > config.model.max_stages:
         raise OptionError(
             f"{config.schedule} on {config.num_ranks} ranks has {num_stages} stages, but a model "
-            f"of {config.model.num_layers} layers can be cut into {config.model.max_stages} at "
-            "most. Give more --layers, or fewer --ranks or --stages-per-rank."
+            f"of {config.model.num_layers} layers can be cut into at most "
+            f"{config.model.max_stages}. Give more --layers, or fewer --ranks or --stages-per-rank."
         )
     return orders
 
 
 def is_file(name: str) -> bool:
-    """Whether a schedule is given as a file."""
+    """Return whether a schedule is given as a file."""
     return name.lower().endswith(".csv")
 
 
 def _placement_for_auto(config: TrainConfig) -> Placement:
-    """A V, in which the rank of the first stage has the last too, and no rank only waits."""
+    """Return a V: rank 0 has the first and last stages, so no rank only waits."""
     per_rank = 2 if config.stages_per_rank is None else config.stages_per_rank
     return Placement.v(config.num_ranks, stages_per_rank=per_rank)
 
@@ -56,7 +56,7 @@ def _make(config: TrainConfig) -> Schedule:
         generator = schedules.get(config.schedule)
     except ScheduleError as error:
         raise OptionError(
-            f"{error} Or let --schedule be auto, or a file that ends in .csv."
+            f"{error} Or set --schedule to auto, or to a file that ends in .csv."
         ) from error
     return generator(
         num_ranks=config.num_ranks,
@@ -66,7 +66,7 @@ def _make(config: TrainConfig) -> Schedule:
 
 
 def read_schedule(path: str) -> Schedule:
-    """The schedule in a file, in PyTorch's text format."""
+    """Read the schedule in a file, in PyTorch's text format."""
     try:
         return Schedule.from_csv(Path(path).read_text())
     except (OSError, UnicodeError, ScheduleError) as error:

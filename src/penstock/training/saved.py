@@ -1,13 +1,13 @@
-"""The folder of a training: what was saved there, by whom and up to which step.
+"""The folder of a training: its checkpoints, and the lock of the training that writes them.
 
     FOLDER/
       step-000100/        a checkpoint, in the format of torch.distributed.checkpoint
-        training.json     what it was made with
+        training.json     the settings it was made with
       step-000200/
       .step-000300/       is being written; renamed when it is complete
       .lock               held by the training that writes here
 
-So what has a name without a dot is complete, and the last of it is where to go on.
+So a checkpoint without a dot in its name is complete; a run resumes from the last one.
 """
 
 import json
@@ -28,12 +28,12 @@ _FORMAT = "penstock checkpoint"
 _FILE = "training.json"
 _LOCK = ".lock"
 _KEPT = 2
-"""How many checkpoints stay: should the last one be lost, there is one more."""
+"""The number of checkpoints that are kept: if the last one is lost, there is another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint was made with."""
+    """The settings that a checkpoint was made with."""
 
     step: int
     model: GptConfig
@@ -46,7 +46,7 @@ class Saved:
 
     @classmethod
     def of(cls, config: TrainConfig, text: Text) -> "Saved":
-        """What a run makes, before its first step."""
+        """Return the settings of a run before its first step."""
         path = str(Path(text.path).absolute()) if text.path else ""
         return cls(
             step=0,
@@ -60,16 +60,16 @@ class Saved:
         )
 
     def after(self, step: int) -> "Saved":
-        """The same, later."""
+        """Return the same settings at a later step."""
         return replace(self, step=step)
 
     def write(self, folder: Path) -> None:
-        """Into the folder of the checkpoint."""
+        """Write the settings into the folder of the checkpoint."""
         values = {"format": _FORMAT, **asdict(self)}
         (folder / _FILE).write_text(json.dumps(values, indent=2) + "\n")
 
     def _check(self, folder: Path) -> None:
-        """Raises unless these are values that a run could have had, and the folder's own."""
+        """Raise an error unless a run could have these values and the step is the folder's."""
         for name in ("step", "seed", "batch", "num_microbatches"):
             if not isinstance(value := getattr(self, name), int):
                 raise ValueError(f"{name} is {value!r}")
@@ -83,33 +83,33 @@ class Saved:
 
     @classmethod
     def read(cls, folder: Path) -> "Saved":
-        """From the folder of a checkpoint."""
+        """Read the settings from the folder of a checkpoint."""
         try:
             values = json.loads((folder / _FILE).read_text())
             if values.pop("format") != _FORMAT:
-                raise ValueError("it is of another format")
+                raise ValueError("it has another format")
             saved = cls(**{**values, "model": GptConfig(**values["model"])})
             saved._check(folder)
             return saved
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise OptionError(
                 f"{folder / _FILE} does not say what the checkpoint was made with: {error!r}. "
-                f"Remove {folder} to go on with the one before."
+                f"Remove {folder} to resume from the previous checkpoint."
             ) from error
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Return the folder of the checkpoint of a step."""
     return folder / f"step-{step:06d}"
 
 
 def partial_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is while it is being written."""
+    """Return the folder of the checkpoint of a step while it is being written."""
     return folder / f".step-{step:06d}"
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps of which there are checkpoints, in order."""
+    """Return the steps that have checkpoints, in order."""
     if not folder.is_dir():
         return []
     names = [re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir()]
@@ -117,35 +117,35 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def find_latest(folder: Path) -> Saved:
-    """What the last checkpoint was made with; raises if there is none."""
+    """Return the settings of the last checkpoint; raise an error if there is none."""
     steps = saved_steps(folder)
     if not steps:
         raise OptionError(
             f"there is no checkpoint in {folder}, so there is nothing to resume. "
-            "Let --checkpoint name the folder of a training, or leave --resume out to begin one."
+            "Set --checkpoint to the folder of a training, or leave --resume out to begin one."
         )
     return Saved.read(step_folder(folder, steps[-1]))
 
 
 def complete(folder: Path, saved: Saved) -> None:
-    """Give a checkpoint that was written its name, and remove those that are not needed more."""
+    """Give a written checkpoint its final name, and remove those no longer needed."""
     partial = partial_folder(folder, saved.step)
     saved.write(partial)
     partial.rename(step_folder(folder, saved.step))
     for step in saved_steps(folder)[:-_KEPT]:
         shutil.rmtree(step_folder(folder, step))
-    for left in folder.glob(".step-*"):  # By runs that were interrupted.
+    for left in folder.glob(".step-*"):  # Left by interrupted runs.
         shutil.rmtree(left)
 
 
 def check_folder(config: TrainConfig) -> None:
-    """Raises unless checkpoints can be written there, without mixing two trainings."""
+    """Raise an error unless checkpoints can be written without mixing two trainings."""
     folder = Path(config.checkpoint)
     steps = saved_steps(folder)
     if steps and not config.resume:
         raise OptionError(
-            f"{folder} has a checkpoint of step {steps[-1]} already. "
-            "Give --resume to go on with it, or let --checkpoint name another folder."
+            f"{folder} already has a checkpoint of step {steps[-1]}. "
+            "Give --resume to continue from it, or set --checkpoint to another folder."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,14 +153,17 @@ def check_folder(config: TrainConfig) -> None:
     except OSError as error:
         raise OptionError(
             f"checkpoints cannot be written to {folder}: {error.strerror}. "
-            "Let --checkpoint name another folder."
+            "Set --checkpoint to another folder."
         ) from error
 
 
 @contextmanager
 def kept_from_others(folder: str) -> Iterator[None]:
-    """Keeps a folder for this process, if it is given; the system lets go of it, come what may."""
-    if not folder or sys.platform == "win32":  # There is no such lock.
+    """Lock a folder for this process, if one is given.
+
+    The system releases the lock however the process ends.
+    """
+    if not folder or sys.platform == "win32":  # Windows has no such lock.
         yield
         return
     import fcntl
@@ -171,14 +174,14 @@ def kept_from_others(folder: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise OptionError(
-                f"another training is saving to {folder} at this moment. Wait for its end, or let "
-                "--checkpoint name another folder."
+                f"another training is saving to {folder}. Wait for it to end, or set "
+                "--checkpoint to another folder."
             ) from error
         yield
 
 
 def check_same(saved: Saved, config: TrainConfig, text: Text) -> None:
-    """Raises unless going on with this config is going on with the same training."""
+    """Raise an error unless this config continues the same training."""
     was, now = (
         {
             "layers": made.model.num_layers,
@@ -194,17 +197,17 @@ def check_same(saved: Saved, config: TrainConfig, text: Text) -> None:
         if was[name] != now[name]:
             raise OptionError(
                 f"the training in {config.checkpoint} has {name} {was[name]}, but --{name} is "
-                f"{now[name]}. Leave it out to go on with what was saved, or begin a new training "
-                "in another folder."
+                f"{now[name]}. Leave it out to continue with the saved value, or begin a new "
+                "training in another folder."
             )
     if saved.text_digest != text.digest:
         raise OptionError(
-            f"the training in {config.checkpoint} read another text than {text.name} is now. "
+            f"the training in {config.checkpoint} read a different text from {text.name} now. "
             f"Give the same --text ({saved.text or text.name}), or begin a new training in another "
             "folder."
         )
     if saved.step >= config.steps:
         raise OptionError(
-            f"the training in {config.checkpoint} is at step {saved.step} already, and --steps is "
-            f"{config.steps}. Give more --steps to go on."
+            f"the training in {config.checkpoint} is already at step {saved.step}, and --steps is "
+            f"{config.steps}. Give more --steps to continue."
         )

@@ -1,4 +1,4 @@
-"""What a run is to do: the model's size, and the options of the trainer."""
+"""The settings of a run: the model's size, and the options of the trainer."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
@@ -12,17 +12,17 @@ _LARGEST_SCHEDULE = 200_000
 
 
 def check_count(name: str, value: int) -> None:
-    """Raises unless there can be that many."""
+    """Raise an error unless `value` is a whole number of at least 1."""
     if not isinstance(value, int) or value < 1:
         raise OptionError(f"--{name} is {value!r}. Expected a whole number, at least 1.")
 
 
 def check_size(num_ranks: int, num_microbatches: int) -> None:
-    """Raises if a schedule would have more actions than anyone can look at or wait for."""
+    """Raise an error if a schedule would have too many actions to make or draw."""
     if num_ranks * num_microbatches > _LARGEST_SCHEDULE:
         raise OptionError(
             f"--ranks is {num_ranks} and --microbatches {num_microbatches}. Expected a product of "
-            f"at most {_LARGEST_SCHEDULE:,}: what is larger takes minutes, and gigabytes."
+            f"at most {_LARGEST_SCHEDULE:,}: a larger schedule takes minutes, and gigabytes."
         )
 
 
@@ -34,7 +34,7 @@ class GptConfig:
     width: int
     num_heads: int
     context: int
-    """How many tokens it reads at a time."""
+    """The number of tokens that it reads at a time."""
 
     def __post_init__(self) -> None:
         check_count("layers", self.num_layers)
@@ -43,8 +43,8 @@ class GptConfig:
         check_count("context", self.context)
         if self.width % self.num_heads:
             raise OptionError(
-                f"--width is {self.width}, which {self.num_heads} heads cannot share evenly. "
-                "Expected a multiple of --heads."
+                f"--width is {self.width}, which cannot be divided evenly among {self.num_heads} "
+                "heads. Expected a multiple of --heads."
             )
 
     @property
@@ -55,7 +55,7 @@ class GptConfig:
 
     @property
     def max_stages(self) -> int:
-        """The embedding and the head can be stages of their own."""
+        """The most stages, with the embedding and the head as stages of their own."""
         return self.num_layers + 2
 
 
@@ -66,12 +66,12 @@ SIZES: Final = {
     "large": GptConfig(num_layers=24, width=1024, num_heads=16, context=512),
     "xl": GptConfig(num_layers=48, width=1600, num_heads=25, context=1024),
 }
-"""By name: 0.2, 1.7, 21.6, 303.4 and 1478 million parameters."""
+"""The sizes by name: 0.2, 1.7, 21.6, 303.4 and 1478 million parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """One run of the trainer; all ranks get the same."""
+    """The config of one run of the trainer, the same on all ranks."""
 
     model: GptConfig
     _: KW_ONLY
@@ -81,10 +81,10 @@ class TrainConfig:
     schedule: str = "ZB-V"
     """A name, "auto", or a file that ends in .csv."""
     stages_per_rank: int | None = None
-    """As the schedule has them, if it is left out."""
+    """None for the schedule's own number."""
     num_microbatches: int = 8
     batch: int = 16
-    """How many sequences there are in a step."""
+    """The number of sequences in a step."""
     steps: int = 200
     """The number of the last step, counted from the beginning of the training."""
     lr: float = 0.001
@@ -92,7 +92,7 @@ class TrainConfig:
     checkpoint: str = ""
     """A folder; if empty, nothing is saved."""
     every: int = 100
-    """After how many steps it is saved; the end is saved too."""
+    """The number of steps between checkpoints; the last step is saved too."""
     resume: bool = False
     record: str = ""
     """The file for a recording of the steps, if any."""
@@ -111,13 +111,12 @@ class TrainConfig:
             raise OptionError(f"--lr is {self.lr}. Expected a number above 0, such as 0.001.")
         if self.batch % self.num_microbatches:
             raise OptionError(
-                f"--batch is {self.batch}, which {self.num_microbatches} microbatches cannot share "
-                "evenly. Expected a multiple of --microbatches."
+                f"--batch is {self.batch}, which cannot be cut into {self.num_microbatches} equal "
+                "microbatches. Expected a multiple of --microbatches."
             )
         if self.resume and not self.checkpoint:
             raise OptionError(
-                "--resume is given without --checkpoint. "
-                "Name the folder of the training to go on with."
+                "--resume is given without --checkpoint. Name the folder of the training to resume."
             )
 
     @property

@@ -1,4 +1,4 @@
-"""What is learned: the bytes of a text file, or the source code of Python's own library."""
+"""The text to learn: the bytes of a file, or the source code of Python's own library."""
 
 import hashlib
 import os
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from penstock.errors import OptionError
 
-_MOST_BYTES = 4_000_000  # Of Python's library: enough for a demonstration, read in an instant.
-_OF_THIS_MACHINE = "_sysconfigdata"  # How this Python was built, and where.
+_MOST_BYTES = 4_000_000  # Of Python's library: enough for a demonstration, and quick to read.
+_OF_THIS_MACHINE = "_sysconfigdata"  # Files that describe how and where this Python was built.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Bytes, and where they are from."""
+    """The bytes of a text, and the path they are from."""
 
     path: str
     """Empty for Python's own library."""
@@ -27,17 +27,17 @@ class Text:
 
     @property
     def digest(self) -> str:
-        """Tells texts apart."""
+        """The hash that identifies the text."""
         return hashlib.sha256(self.data).hexdigest()
 
 
 def read_text(path: str, *, context: int) -> Text:
-    """The text in a file, or Python's if `path` is empty; long enough for one sequence."""
+    """Read a file, or Python's library if `path` is empty; raise an error if it is too short."""
     text = Text(path, _read_file(path) if path else _read_library())
     if len(text.data) <= context:
         raise OptionError(
             f"the text {text.name} has {len(text.data)} bytes. Expected at least {context + 1}, "
-            f"as --context is {context}: give a longer --text, or a smaller --context."
+            f"because --context is {context}: give a longer --text, or a smaller --context."
         )
     return text
 
@@ -45,18 +45,19 @@ def read_text(path: str, *, context: int) -> Text:
 def _read_file(path: str) -> bytes:
     if Path(path).exists() and not Path(path).is_file():
         raise OptionError(
-            f"the text {path} is no file that every rank can read for itself. Let --text name one."
+            f"the text {path} is not a regular file, which every rank could read. "
+            "Set --text to a file."
         )
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise OptionError(
-            f"the text {path} cannot be read: {error.strerror}. Let --text name a file."
+            f"the text {path} cannot be read: {error.strerror}. Set --text to a file."
         ) from error
 
 
 def _read_library() -> bytes:
-    """The same bytes wherever the same Python is installed."""
+    """Return bytes of Python's library: the same wherever the same Python is installed."""
     data = bytearray()
     for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(set(folders) - _LEFT_OUT)

@@ -1,4 +1,4 @@
-"""A better schedule for measured costs, if there is one: what it promises, and in words."""
+"""A better schedule for measured costs, if there is one, and its expected gain."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from penstock.solver.safe_schedules import can_run
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What the simulator says of a schedule."""
+    """The simulated time, bubble rate and memory of a schedule."""
 
     step_s: float
     bubble: float
@@ -32,7 +32,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class NextSchedule:
-    """The schedule that ranks go on with, and what it was chosen by."""
+    """The schedule that ranks continue with, and the costs that it was chosen by."""
 
     schedule: Schedule
     costs: CostTable
@@ -40,14 +40,14 @@ class NextSchedule:
     after: Outlook
     is_new: bool
     gap: float
-    """By which share what was found is slower than the proven lower bound."""
+    """The share by which the found schedule is slower than the proven lower bound."""
 
     def __str__(self) -> str:
         if not self.is_new:
-            return f"kept the schedule: none that was found is faster ({self.before})"
+            return f"kept the schedule: found none that is faster ({self.before})"
         gain = self.before.step_s / self.after.step_s
         return (
-            f"changed the schedule: {gain:.2f} times as fast as the first steps' is expected, "
+            f"changed the schedule: expected to be {gain:.2f} times as fast as the first steps, "
             f"within {self.gap:.1%} of the lower bound\n"
             f"  before: {self.before}\n"
             f"  after:  {self.after}"
@@ -57,7 +57,10 @@ class NextSchedule:
 def choose_next(
     costs: CostTable, safe: Schedule, memory: Sequence[float] | None, seconds: float
 ) -> NextSchedule:
-    """The fastest schedule that fits; `safe` if nothing is faster. Raises if nothing fits."""
+    """Return the fastest schedule that fits, or `safe` if it is as fast.
+
+    Raise an error if none fits.
+    """
     placement = safe.placement
     found = search(
         costs,
@@ -76,7 +79,7 @@ def choose_next(
 
 
 def _in_words(num_bytes: float) -> str:
-    """Bytes in the unit that gives a short number: 2.5 MB."""
+    """Return bytes in the unit that gives a short number: 2.5 MB."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if num_bytes < 1000 or unit == "GB":
             break

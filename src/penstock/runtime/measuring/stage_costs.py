@@ -39,20 +39,20 @@ def measure_costs(
     warm_up: int = 1,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> CostTable:
-    """What the stages cost: seconds and bytes, measured in steps with this batch.
+    """Measure what the stages cost, in seconds and bytes, in steps with this batch.
 
     All ranks must call it, each with its own stages and with what it would give `step`; all get
-    the same table. `warm_up` steps count memory, `repeats` steps are timed with the backward
-    split and as many with full backwards. Gradients, buffers and the random state are left as
-    they were; hooks on gradients run as in training.
+    the same table. `warm_up` steps count memory; `repeats` steps are timed with split backwards,
+    and as many with full backwards. Gradients, buffers and the random state are left as they
+    were; hooks on gradients run as in training.
     """
     for name, value in (("repeats", repeats), ("warm_up", warm_up)):
         if not isinstance(value, int) or value < 1:
             raise CostError(f"{name} is {value!r}. Expected a whole number, at least 1.")
     if loss_fn is None:
         raise CostError(
-            "loss_fn is None, but without a loss there is no backward to measure. Give the one "
-            "that training has."
+            "loss_fn is None, but without a loss there is no backward to measure. Give the "
+            "loss_fn of the training."
         )
     pilot = _CostPilot(warm_up, repeats)
     pipeline = Pipeline(
@@ -88,7 +88,7 @@ def measure_costs(
 
 
 class _CostPilot(AbstractPilot):
-    """Lets a pipeline run the steps that costs are measured in, and then has them."""
+    """A pilot that chooses the steps in which costs are measured, and then has the costs."""
 
     def __init__(self, warm_up: int, repeats: int) -> None:
         self.costs: CostTable | None = None
@@ -125,7 +125,7 @@ class _CostPilot(AbstractPilot):
 
 @contextmanager
 def _without_grads(module: nn.Module) -> Iterator[None]:
-    """Takes gradients off the parameters, and puts the same tensors back."""
+    """Remove the gradients of the parameters, and put the same tensors back at the end."""
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
     values = [(grad, grad.clone()) for _, grad in before if grad is not None]
     try:

@@ -1,7 +1,7 @@
-"""Which tensors can be sent, and as what: those whose memory holds all there is to know of them.
+"""Tensors that can be sent: those whose memory holds everything about them.
 
-A link copies memory, and the receiver makes a plain tensor of it. Anything else would crash the
-process (no memory to read), or arrive as something else (a subclass, a layout, a scale).
+A link copies memory, and the receiver makes a plain tensor from it. Any other tensor would crash
+the process (no memory to read), or arrive as something else (a subclass, a layout, a scale).
 """
 
 from typing import NamedTuple
@@ -16,19 +16,19 @@ from penstock.torch_private import is_functional_tensor, is_functorch_wrapped_te
 
 
 class Fault(NamedTuple):
-    """Why a tensor cannot be sent."""
+    """The reason why a tensor cannot be sent."""
 
     what: str
-    """Completes the sentence "it is ..."."""
+    """The end of the sentence "it is ..."."""
     remedy: str
-    """What to do in the stage that returns it."""
+    """The change to make in the stage that returns it."""
 
 
 def as_sent(tensor: Tensor, device: torch.device, place: str, number: int | None = None) -> Tensor:
-    """The values of a tensor, laid out as they travel: all that is sent goes through here.
+    """Return the values of a tensor as they are sent: everything sent goes through here.
 
-    Raises if the tensor cannot be sent from a stage on `device`. `place` says what it is, and
-    `number` which of several.
+    Raise an error if the tensor cannot be sent from a stage on `device`. `place` names it, and
+    `number` says which of several it is.
     """
     tensor = waited(tensor)
     if (fault := find_fault(tensor, device)) is not None:
@@ -46,7 +46,7 @@ def as_sent(tensor: Tensor, device: torch.device, place: str, number: int | None
 def find_fault(tensor: Tensor, device: torch.device) -> Fault | None:
     """Return why `tensor` cannot be sent from a stage on `device`; None if it can.
 
-    Takes about a microsecond where nothing is wrong, so it can be asked of every tensor.
+    This takes about a microsecond if nothing is wrong, so every tensor can be checked.
     """
     if (
         type(tensor) in PLAIN_TYPES
@@ -60,18 +60,18 @@ def find_fault(tensor: Tensor, device: torch.device) -> Fault | None:
 
 
 def check_mode(device: torch.device) -> None:
-    """Raises where torch makes no plain tensors, so that there is nothing to receive into."""
+    """Raise an error if torch does not make plain tensors, so that nothing can be received."""
     made = type(torch.empty(0, device=device))
     if made is not Tensor:
         raise StageError(
-            f"a step was begun where torch makes a {made.__name__} of every new tensor, so "
+            f"a step was started where torch makes every new tensor a {made.__name__}, so "
             "nothing can be received. Expected plain tensors: leave the mode, such as "
             "FakeTensorMode, before the step."
         )
 
 
 def _is_on(device: torch.device, found: torch.device) -> bool:
-    """A device without an index, such as "cuda", stands for any of its kind."""
+    """Return whether `found` is `device`, which stands for any of its type without an index."""
     return found.type == device.type and (device.index is None or found.index is None)
 
 
@@ -83,7 +83,7 @@ def _has_memory(tensor: Tensor) -> bool:
     try:
         if tensor.data_ptr() == 0:
             return False
-    except RuntimeError:  # So a tensor that a transform of torch.func has wrapped says.
+    except RuntimeError:  # Raised for a tensor that a transform of torch.func has wrapped.
         return False
     if not tensor.is_contiguous():
         strides = zip(tensor.shape, tensor.stride(), strict=True)

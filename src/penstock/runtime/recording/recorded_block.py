@@ -1,4 +1,4 @@
-"""`with penstock.record() as run:` records the pipeline that steps within the block."""
+"""The block `with penstock.record() as run:`, which records the pipeline that steps in it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ _ACTIVE: ContextVar["RecordedRun | None"] = ContextVar("penstock.record", defaul
 
 
 class RecordedRun:
-    """What a block records; `recording` is there when the block has ended."""
+    """The steps that a block records; `recording` is available once the block has ended."""
 
     def __init__(self) -> None:
         self._recorder = Recorder()
@@ -25,47 +25,47 @@ class RecordedRun:
     def recording(self) -> Recording:
         if self._recording is None:
             raise RecordError(
-                "the recording is not there yet: it is gathered from all ranks where the block "
-                "ends. Use it after the block of `with penstock.record() as run:`."
+                "the recording is not available yet: it is gathered from all ranks at the end of "
+                "the block. Use it after the `with penstock.record() as run:` block."
             )
         return self._recording
 
     def watch(self, recorders: list[Recorder], gather: Callable[[Recorder], Recording]) -> None:
-        """A pipeline with these recorders steps: from its first step on there is one more."""
+        """Add a recorder to those of a pipeline, at its first step in the block."""
         if self._watched is None:
             self._watched, self._gather = recorders, gather
             recorders.append(self._recorder)
         elif self._watched is not recorders:
             raise RecordError(
-                "two pipelines were stepped in one block of `with penstock.record()`, which "
-                "records one. Use a block for each, or Pipeline(..., record=True)."
+                "two pipelines ran steps in one `with penstock.record()` block, which records only "
+                "one. Use a block for each, or Pipeline(..., record=True)."
             )
 
     def stop(self) -> None:
-        """The block has ended, well or not."""
+        """Stop recording at the end of the block, also after an error."""
         if self._watched is not None:
             self._watched.remove(self._recorder)
 
     def gather(self) -> None:
-        """The block has ended well, on all ranks."""
+        """Gather the recording of all ranks, after the block has ended without an error."""
         if self._gather is None:
             raise RecordError(
                 "nothing was recorded: no pipeline ran a step in this block, on this rank. Put the "
-                "steps into the block; where ranks are threads, put the block into their function."
+                "steps inside the block; if ranks are threads, put the block inside their function."
             )
         self._recording = self._gather(self._recorder)
 
 
 def active_run() -> RecordedRun | None:
-    """The run that is recorded here and now."""
+    """Return the run that is being recorded here, if there is one."""
     return _ACTIVE.get()
 
 
 @contextmanager
 def record() -> Iterator[RecordedRun]:
-    """Records the steps of one pipeline in this block; the last 100, if there are more.
+    """Record the steps of one pipeline in this block; the last 100, if there are more.
 
-    All ranks must record the same steps, and gather what they have at the end of the block:
+    All ranks must record the same steps. They gather the recording at the end of the block:
 
         with penstock.record() as run:
             for batch in batches:

@@ -1,7 +1,7 @@
-"""The best schedule there is, with a proof, for small problems.
+"""The best possible schedule, with a proof, for small problems.
 
 CP-SAT of OR-tools chooses the orders. A few ranks with up to six microbatches take seconds. Beyond
-that it can still improve a schedule, and bound what any other could reach.
+that, it can still improve a schedule and find a lower bound.
 """
 
 import sys
@@ -28,7 +28,7 @@ _CLOSE = 1 + 1e-6  # A time this close to the lower bound is called optimal.
 
 @dataclass(frozen=True, slots=True)
 class ExactResult:
-    """What the solver found and what it proved."""
+    """The schedule that the solver found, and the bound that it proved."""
 
     schedule: Schedule
     """Without communication."""
@@ -36,13 +36,13 @@ class ExactResult:
     lower_bound: float
     """No schedule takes less, by the clock that was asked for; in the unit of the costs."""
     is_optimal: bool
-    """Whether the schedule takes no more than the lower bound, but for a millionth of it."""
+    """True if the schedule takes at most a millionth more than the lower bound."""
     seconds: float
-    """How long the search took."""
+    """The time that the search took."""
 
 
 def print_progress(progress: ExactProgress) -> None:
-    """Writes a line to stderr; for the `progress` of `solve`."""
+    """Print a line to stderr; pass it to `solve` as `progress`."""
     bound = progress.lower_bound
     gap = progress.best / bound - 1 if bound > 0 else inf
     print(
@@ -63,16 +63,16 @@ def solve(
     hint: Schedule | None = None,
     progress: Callable[[ExactProgress], None] | None = None,
 ) -> ExactResult:
-    """The schedule that takes the least time by `clock`, or the best one found in `seconds`.
+    """Return the schedule that takes the least time by `clock`, or the best found in `seconds`.
 
-    Needs `pip install 'penstock[exact]'`. Each backward is in one piece or in halves, whichever is
-    better; nothing is overlapped. No rank holds more than `memory`: one number for all ranks, or
+    Needs `pip install 'penstock[exact]'`. Each backward is full or split, whichever is better;
+    there are no overlaps. No rank holds more than `memory`: one number for all ranks, or
     one for each. The search begins with `hint`, and calls `progress` when it finds a better
     schedule or bound; `print_progress` shows them. It uses one core, and gives the same result each
     time unless `seconds` run out.
 
-    Times without a common unit are rounded down to a ten-millionth of the longest for the bound,
-    memory to a millionth of the largest. Schedules are timed and checked by the exact numbers.
+    For the bound, times without a common unit are rounded down to a ten-millionth of the longest,
+    and memory to a millionth of the largest. Schedules are timed and checked with exact numbers.
 
     >>> costs = CostTable.uniform(2, backward_weight=0.5)
     >>> result = solve(costs, Placement.linear(2), 2)
@@ -108,23 +108,24 @@ def _check(costs: CostTable, placement: Placement, seconds: float) -> None:
     if not isinstance(seconds, Real) or not seconds > 0:
         raise ScheduleError(f"seconds is {seconds!r}. Expected a positive number.")
     if not isinstance(costs, CostTable) or not isinstance(placement, Placement):
-        return  # A problem cannot be made of these, and says so.
+        return  # Problem.of refuses these.
     ends = placement.ranks[:-1], placement.ranks[1:]
     for edge, (time, a, b) in enumerate(zip(costs.transfer, *ends, strict=False)):
         if time > 0 and a != b:
             raise CostError(
-                f"message_bytes / bandwidth of edge {edge} is {time:g}. The exact solver knows no "
-                "messages that wait for each other: put the time into delay, with message_bytes 0."
+                f"message_bytes / bandwidth of edge {edge} is {time:g}. The exact solver cannot "
+                "model messages that wait for each other: add the time to delay, and set "
+                "message_bytes to 0."
             )
 
 
 def _plain(hint: Schedule, placement: Placement, num_microbatches: int) -> Schedule:
-    """The hint without communication and overlaps."""
+    """Return the hint without communication and overlaps."""
     if not isinstance(hint, Schedule):
         raise ScheduleError(f"hint is {hint!r}. Expected a Schedule.")
     if (hint.placement, hint.num_microbatches) != (placement, num_microbatches):
         raise ScheduleError(
-            f"hint is of {hint.num_microbatches} microbatches and {hint.placement}. "
+            f"hint has {hint.num_microbatches} microbatches and {hint.placement}. "
             f"Expected {num_microbatches} and {placement}: the same as in the other arguments."
         )
     orders = [[part for action in order for part in compute_parts(action)] for order in hint.orders]
@@ -134,7 +135,7 @@ def _plain(hint: Schedule, placement: Placement, num_microbatches: int) -> Sched
 
 
 def _fit(schedule: Schedule, problem: Problem) -> Report:
-    """The report of a schedule that keeps to the caps."""
+    """Return the report of a schedule, or raise an error if it exceeds the caps."""
     report = simulate(schedule, problem.costs)
     rank = problem.find_excess(report)
     if rank is not None:
