@@ -71,14 +71,14 @@ def test_table_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_file_that_holds_something_else_is_named(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text("{}")
-    with pytest.raises(CostError, match=r"costs\.json holds no costs that can be read: The text"):
+    with pytest.raises(CostError, match=r"costs\.json cannot be read: The text"):
         CostTable.load(path)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "The text is no JSON: Expecting property name"),
+        ("{", "The text is not JSON: Expecting property name"),
         ("[1, 2]", "The text is of the format None. Expected 'penstock costs'"),
         ('{"format": "torch"}', "The text is of the format 'torch'. Expected 'penstock costs'"),
         (changed(version=2), "The text is of version 2. This Penstock reads version 1"),
@@ -98,5 +98,25 @@ def test_text_that_is_no_cost_table_is_rejected(text: str, message: str) -> None
 
 
 def test_path_in_place_of_a_text_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(CostError, match=r"The text is a .*Path. Give what the file holds"):
+    with pytest.raises(CostError, match=r"The text is a .*Path. Give the contents of the file"):
         CostTable.from_json(tmp_path)  # type: ignore[arg-type]
+
+
+def test_costs_of_sharded_parameters_come_back_and_are_left_out_if_there_are_none() -> None:
+    """Files from before there were such costs are read, and theirs are as they were."""
+    costs = table(gather=[0.5, 0, 1], reduce=2, gathered=[7, 8, 9])
+    assert costs == CostTable.from_json(costs.to_json())
+    assert [7, 8, 9] == json.loads(costs.to_json())["gathered"]
+    assert {"gather", "reduce", "gathered"}.isdisjoint(json.loads(table().to_json()))
+    assert (0.0, 0.0, 0.0) == CostTable.from_json(table().to_json()).gather
+    assert (7, 8, 9) == CostTable.from_json(changed(gathered=[7, 8, 9])).gathered
+
+
+@pytest.mark.parametrize("name", ["gather", "reduce", "gathered"])
+def test_costs_of_sharded_parameters_are_read_with_care(name: str) -> None:
+    with pytest.raises(CostError, match=f"{name} has 2 values, but forward has 3. Expected 3: one"):
+        CostTable.from_json(changed(**{name: [1, 2]}))
+    with pytest.raises(CostError, match=f"{name} is 1. Expected a list of numbers"):
+        CostTable.from_json(changed(**{name: 1}))
+    with pytest.raises(CostError, match=f"{name}.0. is -1. Expected a finite number"):
+        table(**{name: [-1, 0, 0]})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock import CostTable
+from penstock.costs import EdgeCost, StageCost
 from penstock.errors import CostError
 
 STAGE_FIELDS = [
@@ -199,7 +200,7 @@ def test_numbers_of_other_kinds_become_python_s_own(kind: type) -> None:
     [
         ({"overlap_saving": "x"}, "overlap_saving is 'x'. Expected a number."),
         ({"backward_input": ["a", 1]}, "backward_input[0] is 'a'. Expected a number."),
-        ({"forward": [10**400, 1]}, "forward[0] has more digits than a float holds."),
+        ({"forward": [10**400, 1]}, "forward[0] is too large for a float."),
         ({"delay": None}, "delay is None. Expected a number."),
     ],
 )
@@ -207,3 +208,20 @@ def test_value_that_is_no_number_is_named(options: dict[str, Any], message: str)
     table: dict[str, Any] = {"forward": [1, 1], "backward_input": [1, 1], "backward_weight": [1, 1]}
     with pytest.raises(CostError, match=re.escape(message)):
         CostTable(**{**table, **options})
+
+
+def test_sharded_parameters_cost_nothing_unless_given() -> None:
+    plain = CostTable.uniform(2)
+    assert ((0.0, 0.0),) * 3 == (plain.gather, plain.reduce, plain.gathered)
+    costs = CostTable.uniform(4, stages_per_rank=2, gather=1.0, reduce=2.0, gathered=3.0)
+    assert (0.5,) * 4 == costs.gather
+    assert (1.0,) * 4 == costs.reduce
+    assert (1.5,) * 4 == costs.gathered
+
+
+def test_table_of_stages_has_what_they_have() -> None:
+    stage = StageCost(1, 2, 3, 4, 5, 6, gather=7, reduce=8, gathered=9)
+    costs = CostTable.of([stage, stage._replace(gather=1)], [EdgeCost(0, 0)])
+    assert ((7, 1), (8, 8), (9, 9)) == (costs.gather, costs.reduce, costs.gathered)
+    unsharded = CostTable.of([StageCost(1, 2, 3, 4, 5, 6)], [])
+    assert ((0.0,),) * 3 == (unsharded.gather, unsharded.reduce, unsharded.gathered)

@@ -65,3 +65,14 @@ def test_what_the_whole_model_costs_does_not_depend_on_how_it_is_cut(
     expected = sum(values) / len(values) * num_ranks
     # Each stage is rounded by itself.
     assert expected == pytest.approx(sum(costs.forward), rel=1e-12, abs=1e-300)
+
+
+def test_costs_of_sharded_parameters_are_shared_out_like_those_of_computes() -> None:
+    costs = ShareCosts(gather=(2.0,), reduce=(1.0, 3.0), gathered=(8.0,)).table(Placement.v(2))
+    assert (1.0,) * 4 == costs.gather
+    assert (0.5, 0.5, 1.5, 1.5) == costs.reduce
+    assert (4.0,) * 4 == costs.gathered
+    other = TableCosts(costs).table(Placement.linear(2))
+    assert (2.0, 2.0) == other.gather
+    assert (1.0, 3.0) == other.reduce
+    assert (8.0, 8.0) == other.gathered

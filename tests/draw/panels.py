@@ -4,6 +4,7 @@ from penstock import schedules
 from penstock.costs import CostTable
 from penstock.draw.panel import Panel
 from penstock.ir import Schedule
+from penstock.passes import Gathers, add_gathers
 from penstock.sim import simulate
 from penstock.timeline import Report
 
@@ -28,6 +29,13 @@ def overlap_panel(ranks: int = 4, microbatches: int = 10) -> Panel:
     """DualPipeV: some of its forwards and backwards share their time."""
     costs = CostTable.uniform(2 * ranks, stages_per_rank=2, overlap_saving=0.5)
     return panel("DualPipeV", ranks, microbatches, costs=costs)
+
+
+def gathered_panel(policy: Gathers | None = None, *, gather: float = 1.0) -> Panel:
+    """ZB-V with sharded stages: the gathers and reductions of a rank's stages take `gather`."""
+    made = add_gathers(schedule("ZB-V", 2, 4), policy or Gathers.per_need())
+    costs = CostTable.uniform(4, stages_per_rank=2, gather=gather, reduce=gather, gathered=1.0)
+    return Panel("ZB-V, gathered", simulate(made, costs))
 
 
 def unit_panel(name: str = "ZB-H1", ranks: int = 4, microbatches: int = 8) -> Panel:

@@ -11,6 +11,9 @@ import pytest
 from penstock.draw.colours import TEXT, colour
 from penstock.draw.panel import Kind
 
+# Gathers and reductions are on lanes of their own.
+COLLECTIVES = [Kind.GATHER, Kind.REDUCE]
+COMPUTES = [kind for kind in Kind if kind not in COLLECTIVES]
 Rows = tuple[tuple[float, float, float], ...]
 # How light looks without one of the three kinds of cones: Machado, Oliveira and Fernandes,
 # doi:10.1109/TVCG.2009.113, severity 1.
@@ -44,8 +47,9 @@ def test_no_two_kinds_have_a_shade_in_common() -> None:
 @pytest.mark.parametrize(("cone", "least"), [("red", 20), ("green", 20), ("blue", 10)])
 def test_kinds_can_be_told_apart_without_one_kind_of_cones(cone: str, least: float) -> None:
     # 2.3 is a difference that can just be seen.
-    seen = [_seen(colour(kind), BLINDNESS[cone]) for kind in Kind]
-    assert min(dist(one, other) for one, other in combinations(seen, 2)) > least
+    for lane in (COMPUTES, COLLECTIVES):
+        seen = [_seen(colour(kind), BLINDNESS[cone]) for kind in lane]
+        assert min(dist(one, other) for one, other in combinations(seen, 2)) > least
 
 
 def _light(name: str) -> float:

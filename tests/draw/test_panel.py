@@ -3,7 +3,7 @@
 from math import inf
 
 import pytest
-from panels import overlap_panel, panel, unit_panel
+from panels import gathered_panel, overlap_panel, panel, unit_panel
 
 from penstock.draw.colours import colour
 from penstock.draw.panel import Kind, Panel, bars, kinds, memory_scale
@@ -56,7 +56,11 @@ def test_facts_are_time_bubble_and_memory() -> None:
         (panel("ForwardOnly"), [Kind.FORWARD]),
         (panel("1F1B"), [Kind.FORWARD, Kind.BACKWARD]),
         (panel("ZB-V"), [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]),
-        (overlap_panel(), list(Kind)),
+        (overlap_panel(), list(Kind)[:4]),
+        (
+            gathered_panel(),
+            [kind for kind in Kind if kind is not Kind.BACKWARD],
+        ),
     ],
     ids=lambda one: one.title if isinstance(one, Panel) else "",
 )
@@ -65,8 +69,8 @@ def test_kinds_are_those_that_occur(drawn: Panel, expected: list[Kind]) -> None:
 
 
 def test_every_kind_has_words_and_a_colour_of_its_own() -> None:
-    assert 4 == len({kind.words for kind in Kind})
-    assert 4 == len({colour(kind) for kind in Kind})
+    assert 6 == len({kind.words for kind in Kind})
+    assert 6 == len({colour(kind) for kind in Kind})
 
 
 def test_bars_are_the_computes_with_their_times() -> None:

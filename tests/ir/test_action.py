@@ -15,9 +15,19 @@ from penstock.ir import (
     Message,
     Overlap,
     Recv,
+    ReduceGrads,
+    Reshard,
     Send,
+    Unshard,
 )
-from penstock.ir.action import compute_parts, is_compute
+from penstock.ir.action import (
+    SHARDING_TYPES,
+    compute_parts,
+    gathered_stages,
+    in_words,
+    is_compute,
+    parts,
+)
 from penstock.ir.csv_text import parse_cell
 
 SINGLE_KINDS = [
@@ -39,6 +49,9 @@ CELLS: list[tuple[Action, str]] = [
     (Recv(Message(0, 3, 4)), "3RECV_F4<0"),
     (Send(Message(3, 0, 4)), "3SEND_B4>0"),
     (Recv(Message(3, 0, 4)), "0RECV_B4<3"),
+    (Unshard(2), "2UNSHARD"),
+    (Reshard(2), "2RESHARD"),
+    (ReduceGrads(12), "12REDUCE_GRAD"),
     (Overlap(Forward(0, 2), Backward(3, 1)), "(0F2;3B1)OVERLAP_F_B"),
     (Overlap(Forward(0, 2), BackwardInput(3, 1)), "(0F2;3I1)OVERLAP_F_B"),
 ]
@@ -88,7 +101,7 @@ def test_repr_names_the_kind_and_its_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "parts"),
+    ("action", "expected"),
     [
         (Forward(0, 1), (Forward(0, 1),)),
         (Backward(0, 1), (Backward(0, 1),)),
@@ -99,14 +112,57 @@ def test_repr_names_the_kind_and_its_fields() -> None:
         (Recv(Message(-1, 0, 1)), ()),
         (Send(Message(0, -1, 1)), ()),
         (Recv(Message(1, 0, 1)), ()),
+        (Unshard(0), ()),
+        (Reshard(0), ()),
+        (ReduceGrads(0), ()),
     ],
     ids=str,
 )
-def test_computes_have_parts_and_communication_has_none(
-    action: Action, parts: tuple[Action, ...]
+def test_computes_have_parts_and_other_actions_have_none(
+    action: Action, expected: tuple[Action, ...]
 ) -> None:
-    assert parts == tuple(compute_parts(action))
-    assert bool(parts) == is_compute(action)
+    assert expected == tuple(compute_parts(action))
+    assert bool(expected) == is_compute(action)
+
+
+@pytest.mark.parametrize("kind", SHARDING_TYPES)
+def test_action_of_a_whole_stage_is_its_own_part(kind: type) -> None:
+    assert (kind(3),) == parts(kind(3))
+    assert kind(3) == kind(3)
+    assert kind(3) != kind(4)
+    assert len(SHARDING_TYPES) == len({other(3) for other in SHARDING_TYPES})
+
+
+@pytest.mark.parametrize(
+    ("action", "stages"),
+    [
+        (Forward(1, 0), (1,)),
+        (Backward(1, 0), (1,)),
+        (BackwardInput(1, 0), (1,)),
+        (BackwardWeight(1, 0), ()),
+        (Overlap(Forward(0, 1), BackwardInput(3, 0)), (0, 3)),
+        (Send(Message(0, 1, 1)), ()),
+        (Unshard(1), ()),
+    ],
+    ids=str,
+)
+def test_weight_backward_does_not_need_gathered_parameters(
+    action: Action, stages: tuple[int, ...]
+) -> None:
+    assert stages == gathered_stages(action)
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (Unshard(2), "2UNSHARD (gathering the parameters of stage 2)"),
+        (Reshard(2), "2RESHARD (freeing the gathered parameters of stage 2)"),
+        (ReduceGrads(2), "2REDUCE_GRAD (reducing the gradients of stage 2)"),
+    ],
+    ids=str,
+)
+def test_action_of_a_whole_stage_is_put_in_words(action: Action, words: str) -> None:
+    assert words == in_words(action)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,11 @@ DRAWINGS = {
         "0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n",
         "rank 0  0F0     0F1&0I0 0W0     0B1",
     ),
+    "gathers, frees and reductions": (
+        "0UNSHARD,0F0,0RESHARD,0UNSHARD,0B0,0RESHARD,0REDUCE_GRAD\n1UNSHARD,1F0,1B0,1RESHARD\n",
+        "rank 0  0F0 .   .   0B0\n"
+        "rank 1  .   1F0 1B0",
+    ),
     "all ranks stalled": (
         "0B0,0F0\n1F0,1B0\n",
         "rank 0  !   0B0 0F0\n"

@@ -15,13 +15,19 @@ from penstock.ir import (
     Forward,
     Overlap,
     Recv,
+    ReduceGrads,
+    Reshard,
     Schedule,
     Send,
+    Unshard,
 )
 
 
 class Deed(NamedTuple):
-    """One thing that an action does: F, I or W, or a send or receive of what F or I makes."""
+    """One thing that an action does: F, I or W, or a send or receive of what F or I makes.
+
+    What an action does for a whole stage, a gather, free or reduction, has microbatch 0.
+    """
 
     kind: str
     stage: int
@@ -55,6 +61,8 @@ def find_fault(schedule: Schedule) -> str | None:
         _communication_incomplete,
         _communication_out_of_order,
         _channel_out_of_order,
+        _not_gathered,
+        _misreduced,
         _deadlock,
     ):
         if rule(schedule, deeds):
@@ -69,6 +77,8 @@ def _deeds_of(action: Action) -> list[Deed]:
         verb = "send" if isinstance(action, Send) else "recv"
         kind = "I" if action.message.is_gradient else "F"
         return [Deed(f"{verb} {kind}", action.stage, action.mb)]
+    if isinstance(action, Unshard | Reshard | ReduceGrads):
+        return [Deed(type(action).__name__, action.stage, 0)]
     return [Deed(kind, action.stage, action.mb) for kind in _KINDS[type(action)]]
 
 
@@ -197,6 +207,43 @@ def _channel_out_of_order(schedule: Schedule, deeds: Deeds) -> bool:
         [recv for _, recv in sorted(pairs)] != sorted(recv for _, recv in pairs)
         for pairs in channels.values()
     )
+
+
+def _positions(kinds: str, stage: int, deeds: Deeds) -> list[int]:
+    return sorted(
+        node.position
+        for deed, nodes in deeds.items()
+        for node in nodes
+        if deed.kind in kinds.split() and deed.stage == stage
+    )
+
+
+def _not_gathered(schedule: Schedule, deeds: Deeds) -> bool:
+    for stage in range(schedule.num_stages):
+        gathers = _positions("Unshard", stage, deeds)
+        frees = _positions("Reshard", stage, deeds)
+        if not gathers and not frees:
+            continue
+        # Gathers and frees take turns, beginning with a gather.
+        turns = sorted([(place, "gather") for place in gathers] + [(p, "free") for p in frees])
+        if any(kind != ("gather", "free")[n % 2] for n, (_, kind) in enumerate(turns)):
+            return True
+        for place in _positions("F I", stage, deeds):
+            before = sum(gather < place for gather in gathers)
+            if before != sum(free < place for free in frees) + 1:
+                return True
+    return False
+
+
+def _misreduced(schedule: Schedule, deeds: Deeds) -> bool:
+    for stage in range(schedule.num_stages):
+        reductions = _positions("ReduceGrads", stage, deeds)
+        weights = _positions("W", stage, deeds)
+        if len(reductions) > 1 or (reductions and not weights):
+            return True
+        if reductions and reductions[0] < weights[-1]:
+            return True
+    return False
 
 
 def _deadlock(schedule: Schedule, deeds: Deeds) -> bool:

@@ -17,10 +17,14 @@ from penstock.ir import (
     Message,
     Overlap,
     Recv,
+    ReduceGrads,
+    Reshard,
     Schedule,
     Send,
+    Unshard,
 )
-from penstock.passes import add_comms, fuse_backward, split_backward
+from penstock.ir.action import SHARDING_TYPES
+from penstock.passes import Gathers, add_comms, add_gathers, fuse_backward, split_backward
 from penstock.schedules import REGISTRY
 
 Orders = list[list[Action]]
@@ -32,6 +36,10 @@ FORMS: dict[str, Callable[[Schedule], Schedule]] = {
     "with comms": add_comms,
     "split, then with comms": lambda schedule: add_comms(split_backward(schedule)),
     "with comms, then split": lambda schedule: split_backward(add_comms(schedule)),
+    "gathered once": lambda schedule: add_gathers(schedule, Gathers.once()),
+    "gathered per need, then with comms": lambda schedule: add_comms(
+        add_gathers(schedule, Gathers.per_need(ahead=0))
+    ),
 }
 _SINGLE_TYPES: list[Any] = [
     Forward,
@@ -42,6 +50,9 @@ _SINGLE_TYPES: list[Any] = [
     lambda stage, mb: Recv(Message(stage - 1, stage, mb)),
     lambda stage, mb: Send(Message(stage, stage - 1, mb)),
     lambda stage, mb: Recv(Message(stage + 1, stage, mb)),
+    lambda stage, mb: Unshard(stage),
+    lambda stage, mb: Reshard(stage),
+    lambda stage, mb: ReduceGrads(stage),
 ]
 
 
@@ -138,6 +149,8 @@ def _change_microbatch(orders: Orders, random: Random) -> None:
     step = random.choice([-2, -1, 1, 2])
 
     def change(action: Any) -> Action:
+        if isinstance(action, SHARDING_TYPES):
+            return action
         if not isinstance(action, Send | Recv):
             return replace(action, mb=action.mb + step)
         return replace(action, message=action.message._replace(mb=action.mb + step))
@@ -151,7 +164,8 @@ def _change_type(orders: Orders, random: Random) -> None:
     if isinstance(action, Overlap):
         order[position : position + 1] = [action.forward, action.backward]
     else:
-        order[position] = random.choice(_SINGLE_TYPES)(action.stage, action.mb)
+        mb = 0 if isinstance(action, SHARDING_TYPES) else action.mb
+        order[position] = random.choice(_SINGLE_TYPES)(action.stage, mb)
 
 
 def _join(orders: Orders, random: Random) -> None:

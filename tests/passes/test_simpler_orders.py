@@ -51,3 +51,34 @@ def test_only_the_given_stages_are_joined_in_overlaps_too() -> None:
 def test_overlaps_are_parted_forward_first() -> None:
     schedule = Schedule.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     assert "0F0,0F1,0B0,0B1\n" == part_overlaps(schedule).to_csv()
+
+
+GATHERED = {
+    "once": (
+        "0UNSHARD,0F0,0F1,0B0,0B1,0RESHARD,0REDUCE_GRAD\n",
+        "0UNSHARD,0F0,0F1,0RESHARD\n",
+    ),
+    "per need": (
+        "0UNSHARD,0F0,0RESHARD,1UNSHARD,1F0,1B0,1RESHARD,0UNSHARD,0B0,0RESHARD,0REDUCE_GRAD\n",
+        "0UNSHARD,0F0,0RESHARD,1UNSHARD,1F0,1RESHARD\n",
+    ),
+    "left gathered at the end": ("0UNSHARD,0F0,0RESHARD,0UNSHARD,0B0\n", "0UNSHARD,0F0,0RESHARD\n"),
+    "gathered before an overlap": (
+        "0F0,0UNSHARD,(0F1;0B0)OVERLAP_F_B,0B1,0RESHARD\n",
+        "0F0,0UNSHARD,0F1,0RESHARD\n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "kept"), GATHERED.values(), ids=list(GATHERED))
+def test_gathers_for_forwards_are_kept(text: str, kept: str) -> None:
+    assert kept == keep_forwards(Schedule.from_csv(text)).to_csv()
+
+
+def test_gathers_frees_and_reductions_stay_where_backwards_are_joined_or_overlaps_parted() -> None:
+    text = "0UNSHARD,0F0,(0F1;0I0)OVERLAP_F_B,0W0,0I1,0RESHARD,0W1,0REDUCE_GRAD\n"
+    schedule = Schedule.from_csv(text)
+    joined = "0UNSHARD,0F0,(0F1;0B0)OVERLAP_F_B,0B1,0RESHARD,0REDUCE_GRAD\n"
+    parted = "0UNSHARD,0F0,0F1,0I0,0W0,0I1,0RESHARD,0W1,0REDUCE_GRAD\n"
+    assert joined == join_backward(schedule).to_csv()
+    assert parted == part_overlaps(schedule).to_csv()

@@ -71,5 +71,7 @@ def test_mutants_of_each_kind_are_rejected_and_many_mutants_are_accepted() -> No
         "communication incomplete",
         "communication out of order",
         "channel out of order",
+        "not gathered",
+        "misreduced",
         "deadlock",
     } == {fault for fault, count in faults.items() if count >= 5}

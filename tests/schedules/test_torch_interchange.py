@@ -9,8 +9,10 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from penstock import Placement, Schedule, schedules
 from penstock.errors import ScheduleError
-from penstock.ir import BackwardWeight, Overlap
-from penstock.passes import add_comms, remove_comms
+from penstock.ir import BackwardWeight, Overlap, ReduceGrads, Reshard, Unshard
+from penstock.ir.action import SHARDING_TYPES, is_compute
+from penstock.ir.csv_text import parse_cell
+from penstock.passes import add_comms
 from penstock.schedules import REGISTRY, Generator, Shape
 from shapes import make, shapes
 
@@ -171,7 +173,28 @@ def test_torchs_lowered_schedule_is_read_and_verified_here(name: str) -> None:
         schedule = Schedule.from_csv(text)
         schedule.verify()
         assert (shape.p > 1) == schedule.has_comms
-        assert Schedule.from_csv(to_text(orders)) == remove_comms(schedule)
+        assert schedule.has_sharding
+        computes = [filter(is_compute, order) for order in schedule.orders]
+        assert Schedule.from_csv(to_text(orders)) == schedule.with_orders(computes)
+        assert text == schedule.to_csv()
+
+
+@pytest.mark.parametrize("kind", SHARDING_TYPES)
+def test_actions_of_a_whole_stage_go_both_ways(kind: type) -> None:
+    read = torch_schedules._Action.from_str(str(kind(12)))
+    assert (12, None, None) == (read.stage_index, read.microbatch_index, read.sub_actions)
+    assert str(kind(12)) == str(read)
+    assert kind(12) == parse_cell(str(read))
+
+
+def test_torchs_names_of_sharding_are_ours() -> None:
+    types = torch_schedules._ComputationType
+    for kind, torchs in (
+        (Unshard, types.UNSHARD),
+        (Reshard, types.RESHARD),
+        (ReduceGrads, types.REDUCE_GRAD),
+    ):
+        assert torchs is torch_schedules._Action.from_str(str(kind(0))).computation_type
 
 
 def test_torchs_deferred_receives_are_rejected_where_they_overtake_each_other() -> None:

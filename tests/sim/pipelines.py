@@ -10,7 +10,7 @@ from penstock import CostTable, Placement, Schedule, schedules
 from penstock.errors import ScheduleError
 from penstock.ir import Action, Backward, BackwardInput, BackwardWeight, Forward
 from penstock.ir.action import COMM_TYPES
-from penstock.passes import add_comms
+from penstock.passes import Gathers, add_comms, add_gathers
 from penstock.schedules import Shape
 
 # Quarters add up without rounding, so that results can be compared bit for bit.
@@ -104,8 +104,29 @@ def costs_of(draw: st.DrawFn, schedule: Schedule) -> CostTable:
         delay=some(QUARTERS, edges),
         message_bytes=some(sizes, edges),
         bandwidth=some(st.sampled_from([0.5, 1.0, 4.0]), edges),
+        gather=some(QUARTERS, stages),
+        reduce=some(QUARTERS, stages),
+        gathered=some(QUARTERS, stages),
         overlap_saving=draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
     )
+
+
+POLICIES = [
+    Gathers.once(),
+    Gathers.per_need(ahead=0),
+    Gathers.per_need(ahead=2),
+    Gathers.at_most(2),
+]
+
+
+@st.composite
+def perhaps_gathered(draw: st.DrawFn, schedule: Schedule) -> Schedule:
+    """The schedule as it is, or with some of its stages sharded."""
+    policy = draw(st.sampled_from([None, *POLICIES]))
+    if policy is None:
+        return schedule
+    stages = draw(st.sets(st.sampled_from(range(schedule.num_stages))))
+    return add_gathers(schedule, policy, stages)
 
 
 @st.composite

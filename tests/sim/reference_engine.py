@@ -14,7 +14,10 @@ from penstock.ir import (
     Forward,
     Overlap,
     Recv,
+    ReduceGrads,
+    Reshard,
     Send,
+    Unshard,
 )
 
 # What an action waits for: whether it is a gradient, of which stage, and of which microbatch.
@@ -37,10 +40,27 @@ def simulate_by_relaxation(schedule: Schedule, costs: CostTable, *, blocking: bo
         arrivals = _arrivals(schedule, costs, ends, starts)
         before = [list(row) for row in starts], [list(row) for row in ends]
         for rank, order in enumerate(schedule.orders):
-            free = 0.0
+            free, lane = 0.0, 0.0
+            gathered: dict[int, float] = {}
             for position, action in enumerate(order):
+                if isinstance(action, Unshard | ReduceGrads | Reshard):
+                    is_gather = isinstance(action, Unshard)
+                    if isinstance(action, Reshard):
+                        start = end = max(free, gathered[action.stage])
+                    else:
+                        start = max(free, lane)
+                        lengths = costs.gather if is_gather else costs.reduce
+                        lane = end = start + lengths[action.stage]
+                    if is_gather:
+                        gathered[action.stage] = end
+                    starts[rank][position], ends[rank][position] = start, end
+                    free = end if blocking else free
+                    continue
                 awaited = _needs(action, schedule)
                 start = max([free, *(arrivals[message] for message in awaited)])
+                for part in _parts(action):
+                    if isinstance(part, Forward | Backward | BackwardInput):
+                        start = max(start, gathered.get(part.stage, 0.0))
                 end = start + _length(action, costs)
                 if blocking and isinstance(action, Recv):
                     end = max(start, arrivals[_received(action)])

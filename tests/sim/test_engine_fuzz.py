@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines import arbitrary, costs_of, generated, with_comms
+from pipelines import arbitrary, costs_of, generated, perhaps_gathered, with_comms
 from reference_engine import simulate_by_relaxation
 
 from fuzzing import examples
@@ -19,7 +19,7 @@ from penstock.passes import add_comms
 def test_engine_agrees_with_relaxation(
     schedules: st.SearchStrategy, blocking: bool, data: st.DataObject
 ) -> None:
-    schedule = data.draw(schedules)
+    schedule = data.draw(perhaps_gathered(data.draw(schedules)))
     costs = data.draw(costs_of(schedule))
     if blocking:  # A receive that is posted early may then wait forever.
         schedule = add_comms(schedule)
@@ -36,7 +36,7 @@ def test_engine_agrees_with_relaxation(
 @examples(60, long=5_000)
 @given(data=st.data())
 def test_report_adds_up_on_any_schedule(blocking: bool, data: st.DataObject) -> None:
-    schedule = data.draw(st.one_of(generated(), arbitrary()))
+    schedule = data.draw(perhaps_gathered(data.draw(st.one_of(generated(), arbitrary()))))
     costs = data.draw(costs_of(schedule))
     report = simulate(schedule, costs, blocking=blocking)
     for number, rank in enumerate(report.ranks):
@@ -52,7 +52,7 @@ def test_report_adds_up_on_any_schedule(blocking: bool, data: st.DataObject) -> 
 @examples(60, long=5_000)
 @given(data=st.data())
 def test_blocking_is_never_faster_than_overlapped(data: st.DataObject) -> None:
-    schedule = data.draw(st.one_of(generated(), arbitrary()))
+    schedule = data.draw(perhaps_gathered(data.draw(st.one_of(generated(), arbitrary()))))
     costs = data.draw(costs_of(schedule))
     overlapped = simulate(schedule, costs)
     blocking = simulate(schedule, costs, blocking=True)

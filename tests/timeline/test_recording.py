@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from penstock import CostTable, Recording, schedules, simulate
+from penstock import CostTable, Recording, Schedule, schedules, simulate
 from penstock.errors import RecordError
+from penstock.passes import Gathers, add_gathers
 from penstock.timeline import RecordedStep, Timeline
 
 COSTS = CostTable(
@@ -53,6 +54,27 @@ def test_costs_are_those_of_each_stage() -> None:
     assert COSTS.backward_weight == pytest.approx(costs.backward_weight)
     assert COSTS.delay == pytest.approx(costs.delay)
     assert (2.5, 2.5, 2.0) == pytest.approx(costs.backward)
+
+
+@pytest.mark.parametrize("policy", [Gathers.once(), Gathers.per_need(ahead=0)], ids=str)
+def test_gathers_and_reductions_are_recorded_beside_the_computes(policy: Gathers) -> None:
+    costs = replace(COSTS, gather=(0.5, 3.25, 0.75), reduce=(1.25, 0.0, 2.0))
+    schedule = add_gathers(schedules.get("ZB-H1")(num_ranks=3, num_microbatches=6), policy)
+    recording = Recording((RecordedStep(0, simulate(schedule, costs).timeline),))
+    assert recording == Recording.from_json(recording.to_json())
+    assert costs.gather == pytest.approx(recording.costs().gather)
+    assert costs.reduce == pytest.approx(recording.costs().reduce)
+    assert costs.forward == pytest.approx(recording.costs().forward)
+
+
+@pytest.mark.parametrize("cell", ["0UNSHARD", "0RESHARD", "0REDUCE_GRAD"])
+def test_gather_that_ends_before_it_starts_is_rejected(cell: str) -> None:
+    text = "0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n"
+    timeline = simulate(Schedule.from_csv(text)).timeline
+    values = json.loads(Recording((RecordedStep(0, timeline),)).to_json())
+    values["steps"][0]["starts"][0][text.strip().split(",").index(cell)] = 50.0
+    with pytest.raises(RecordError, match="the times of rank 0 go backwards"):
+        Recording.from_json(json.dumps(values))
 
 
 def test_error_between_two_clocks_does_not_change_the_delays() -> None:
@@ -129,7 +151,7 @@ def test_file_gives_an_equal_recording(tmp_path: Path) -> None:
 def test_file_that_is_no_recording_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(RecordError, match=r"run.json holds no recording that can be read: "):
+    with pytest.raises(RecordError, match=r"run.json cannot be read: "):
         Recording.load(path)
 
 
@@ -154,16 +176,16 @@ def spoil(path: list[Any], value: Any) -> str:
         (["format"], "penstock costs", "of the format 'penstock costs'. Expected 'penstock rec"),
         (["version"], 2, "of version 2. This Penstock reads version 1: record the run again"),
         (["schedules"], None, "schedules is None. Expected a list"),
-        (["schedules", 0], "0F0\n1F0,1W0", "A schedule in it could not have been run: "),
+        (["schedules", 0], "0F0\n1F0,1W0", "A schedule in the recording cannot be run: "),
         (["steps"], {}, "steps is {}. Expected a list"),
         (["steps", 0], 3, r"steps\[0\] lacks a number, a schedule or times. Expected what"),
         (["steps", 0, "schedule"], 1, r"steps\[0\] lacks a number, a schedule or times"),
-        (["steps", 0, "starts"], [[0]], r"steps\[0\] has not one start and one end for each"),
-        (["steps", 0, "ends", 1], 4, r"steps\[0\] has not one start and one end for each"),
-        (["steps", 0, "ends", 1, 0], "1", r"steps\[0\] has not one start and one end for each"),
-        (["steps", 0, "ends", 1, 0], float("nan"), r"steps\[0\] has not one start and one end"),
-        (["steps", 0, "starts", 2, 0], -1, r"steps\[0\]: times of rank 2 go backwards"),
-        (["steps", 0, "ends", 1, 0], 1000, r"steps\[0\]: times of rank 1 go backwards"),
+        (["steps", 0, "starts"], [[0]], r"steps\[0\] does not have one start and one end for each"),
+        (["steps", 0, "ends", 1], 4, r"steps\[0\] does not have one start and one end for each"),
+        (["steps", 0, "ends", 1, 0], "1", r"steps\[0\] does not have one start and one end for"),
+        (["steps", 0, "ends", 1, 0], float("nan"), r"steps\[0\] does not have one start and one"),
+        (["steps", 0, "starts", 2, 0], -1, r"steps\[0\]: the times of rank 2 go backwards"),
+        (["steps", 0, "ends", 1, 0], 1000, r"steps\[0\]: the times of rank 1 go backwards"),
     ],
 )
 def test_text_that_was_spoiled_is_rejected(path: list[Any], value: Any, message: str) -> None:
@@ -172,7 +194,7 @@ def test_text_that_was_spoiled_is_rejected(path: list[Any], value: Any, message:
 
 
 def test_what_is_no_json_is_rejected() -> None:
-    with pytest.raises(RecordError, match=r"no JSON: .* Expected what Recording.to_json\(\)"):
+    with pytest.raises(RecordError, match=r"not JSON: .* Expected what Recording.to_json\(\)"):
         Recording.from_json("{")
 
 

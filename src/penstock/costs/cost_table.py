@@ -1,4 +1,4 @@
-"""What each stage costs: times, memory, and what it takes to send its output on."""
+"""The costs of each stage: times, memory, and messages to its neighbours."""
 
 import json
 import math
@@ -19,10 +19,12 @@ _FORMAT = Format(
     error=CostError,
     remedy="measure the costs again",
 )
+# The costs of sharded parameters. Files without them are as valid: older ones do not have them.
+_SHARDING = ("gather", "reduce", "gathered")
 
 
 class StageCost(NamedTuple):
-    """What one stage costs: times in one unit, memory in another."""
+    """The costs of one stage: times in one unit, memory in another."""
 
     forward: float
     backward_input: float
@@ -30,10 +32,13 @@ class StageCost(NamedTuple):
     backward: float
     after_forward: float
     after_input: float
+    gather: float = 0.0
+    reduce: float = 0.0
+    gathered: float = 0.0
 
 
 class EdgeCost(NamedTuple):
-    """What a message between two neighbouring stages costs, on average of both directions."""
+    """The cost of a message between two neighbouring stages, averaged over both directions."""
 
     delay: float
     message_bytes: float
@@ -43,11 +48,11 @@ class EdgeCost(NamedTuple):
 class CostTable:
     """Times and memory of every stage, and of the edges between neighbouring stages.
 
-    Times are in one unit, memory in another; which ones is up to you.
-    Edge e joins stages e and e + 1, in both directions. A message on it takes `delay`, which many
-    can do at once, and `message_bytes / bandwidth`, which those of one channel do one by one.
-    A message never overtakes another on its channel. One that skips stages takes as long as on the
-    slowest of the edges in between.
+    Times are in one unit, memory in another; you choose the units.
+    Edge e joins stages e and e + 1, in both directions. A message on it takes `delay`, during which
+    other messages may be under way, plus `message_bytes / bandwidth`, which the messages of one
+    channel take one after another. A message never overtakes another on its channel. One that skips
+    stages takes as long as on the slowest edge in between.
 
     >>> CostTable.uniform(4, forward=2.0).forward
     (2.0, 2.0, 2.0, 2.0)
@@ -64,6 +69,12 @@ class CostTable:
     delay: tuple[float, ...]
     message_bytes: tuple[float, ...]
     bandwidth: tuple[float, ...]
+    gather: tuple[float, ...]
+    """Time of gathering the sharded parameters of a stage."""
+    reduce: tuple[float, ...]
+    """Time of reducing the gradients of a stage's weights over replicas."""
+    gathered: tuple[float, ...]
+    """Memory that a stage holds from the start of its gather until it is freed."""
     overlap_saving: float = 0.0
     """Share of the shorter half that an overlapped pair saves: 0 none, 1 all of it."""
 
@@ -79,9 +90,12 @@ class CostTable:
         delay: Iterable[float] | float = 0.0,
         message_bytes: Iterable[float] | float = 0.0,
         bandwidth: Iterable[float] | float = math.inf,
+        gather: Iterable[float] | float = 0.0,
+        reduce: Iterable[float] | float = 0.0,
+        gathered: Iterable[float] | float = 0.0,
         overlap_saving: float = 0.0,
     ) -> None:
-        """One value per stage, or per edge; for memory and messages one number may stand for all.
+        """Take one value per stage or per edge; except for computes, one number may do for all.
 
         A full backward costs as much as its halves if it is not given.
         """
@@ -103,6 +117,9 @@ class CostTable:
             "delay": _spread("delay", delay, num_edges),
             "message_bytes": _spread("message_bytes", message_bytes, num_edges),
             "bandwidth": _spread("bandwidth", bandwidth, num_edges),
+            "gather": _spread("gather", gather, num_stages),
+            "reduce": _spread("reduce", reduce, num_stages),
+            "gathered": _spread("gathered", gathered, num_stages),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -111,7 +128,7 @@ class CostTable:
 
     @classmethod
     def of(cls, stages: Iterable[StageCost], edges: Iterable[EdgeCost]) -> "CostTable":
-        """The costs of stages, and of the edges between them, each by itself."""
+        """Return the table of the given stages and of the edges between them."""
         by_stage, by_edge = list(stages), list(edges)
         return cls(
             forward=[cost.forward for cost in by_stage],
@@ -122,6 +139,9 @@ class CostTable:
             after_input=[cost.after_input for cost in by_stage],
             delay=[cost.delay for cost in by_edge],
             message_bytes=[cost.message_bytes for cost in by_edge],
+            gather=[cost.gather for cost in by_stage],
+            reduce=[cost.reduce for cost in by_stage],
+            gathered=[cost.gathered for cost in by_stage],
         )
 
     @classmethod
@@ -139,9 +159,12 @@ class CostTable:
         delay: float = 0.0,
         message_bytes: float = 0.0,
         bandwidth: float = math.inf,
+        gather: float = 0.0,
+        reduce: float = 0.0,
+        gathered: float = 0.0,
         overlap_saving: float = 0.0,
     ) -> "CostTable":
-        """The same costs for every stage.
+        """Return a table with the same costs for every stage.
 
         Times and memory are those of `stages_per_rank` stages together, so that placements can be
         compared: with 2, each stage costs half.
@@ -159,6 +182,9 @@ class CostTable:
             delay=delay,
             message_bytes=message_bytes,
             bandwidth=bandwidth,
+            gather=gather * share,
+            reduce=reduce * share,
+            gathered=gathered * share,
             overlap_saving=overlap_saving,
         )
 
@@ -168,16 +194,21 @@ class CostTable:
 
     @property
     def transfer(self) -> tuple[float, ...]:
-        """How long a message keeps its channel busy, for each edge."""
+        """The time that a message keeps its channel busy, for each edge."""
         return tuple(
             size / speed for size, speed in zip(self.message_bytes, self.bandwidth, strict=True)
         )
 
     def to_json(self) -> str:
-        """The table as JSON text, one line per field; `from_json` gives an equal one."""
+        """Return the table as JSON text, one line per field; `from_json` gives an equal one.
+
+        Costs of sharded parameters are left out if they are all zero.
+        """
         values: dict[str, Any] = _FORMAT.header
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name in _SHARDING and not any(value):
+                continue
             values[field.name] = (
                 list(map(_as_json, value)) if isinstance(value, tuple) else _as_json(value)
             )
@@ -186,7 +217,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, text: str) -> "CostTable":
-        """The table that `to_json` wrote.
+        """Return the table that `to_json` wrote.
 
         >>> costs = CostTable.uniform(4, forward=0.1)
         >>> CostTable.from_json(costs.to_json()) == costs
@@ -195,7 +226,7 @@ class CostTable:
         values = _FORMAT.parse(text)
         names = {field.name for field in fields(cls)}
         for problem, found in (
-            ("has no", names - values.keys()),
+            ("has no", names - values.keys() - {*_SHARDING}),
             ("has", values.keys() - names - {"format", "version"}),
         ):
             if found:
@@ -203,7 +234,7 @@ class CostTable:
                     f"The text {problem} {', '.join(sorted(found))}. Expected exactly the fields "
                     f"of a CostTable: {', '.join(sorted(names))}."
                 )
-        read = {name: _from_json(name, values[name]) for name in names}
+        read = {name: _from_json(name, values[name]) for name in names & values.keys()}
         return cls(**read)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -216,7 +247,7 @@ class CostTable:
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (CostError, UnicodeDecodeError) as exc:
-            raise CostError(f"{path} holds no costs that can be read: {exc}") from exc
+            raise CostError(f"The costs in {path} cannot be read: {exc}") from exc
 
     def _check(self) -> None:
         if not self.forward:
@@ -258,13 +289,13 @@ def _spread(name: str, value: Iterable[float] | float, count: int) -> tuple[floa
 
 
 def _plain(name: str, value: float) -> float:
-    """A number of Python's own: sums of others may be rounded, or overflow, by rules of theirs."""
+    """Return a Python number: sums of other types may round or overflow by rules of their own."""
     if not isinstance(value, Real):
         raise CostError(f"{name} is {value!r}. Expected a number.")
     try:
         as_float = float(value)
     except OverflowError:
-        raise CostError(f"{name} has more digits than a float holds. Use a larger unit.") from None
+        raise CostError(f"{name} is too large for a float. Use a larger unit.") from None
     return value if type(value) is int else as_float
 
 
@@ -278,7 +309,7 @@ def _check_value(name: str, index: int, value: float) -> None:
 
 
 def _as_json(value: float) -> float | str:
-    """A number that json writes in full; JSON has no infinity, so that is a word."""
+    """Return a number that json writes in full, or a word for infinity, which JSON lacks."""
     if value == math.inf:
         return "inf"
     return value

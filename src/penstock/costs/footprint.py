@@ -1,16 +1,20 @@
-"""What activations take up."""
+"""The memory of activations and gathered parameters."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class Footprint(Protocol):
-    """What one microbatch holds of each stage; a `CostTable` is one."""
+    """The memory that each stage holds; a `CostTable` is one."""
 
     @property
     def after_forward(self) -> Sequence[float]:
-        """From the start of its forward to the end of its I or B."""
+        """The memory of a microbatch from the start of its forward to the end of its I or B."""
 
     @property
     def after_input(self) -> Sequence[float]:
-        """From the end of its I to the end of its W."""
+        """The memory of a microbatch from the end of its I to the end of its W."""
+
+    @property
+    def gathered(self) -> Sequence[float]:
+        """The memory of parameters from the start of their gather until they are freed."""

@@ -1,4 +1,4 @@
-"""Costs as people give them: of a rank's share of the model, or of the stages of a file."""
+"""Costs as users give them: for a rank's share of the model, or for the stages in a file."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class ShareCosts:
     """Times and memory of a rank's whole share of the model, however many stages it has.
 
     Each is one number for all ranks, or several along the model, from its first layers to its last:
-    with 1, 1 and 4 the last third costs four times as much as the others, on whichever ranks.
+    with 1, 1 and 4 the last third costs four times as much as the others, whichever ranks hold it.
 
     >>> ShareCosts(forward=(1.0, 1.0, 4.0)).table(Placement.linear(3)).forward
     (1.0, 1.0, 4.0)
@@ -31,17 +31,20 @@ class ShareCosts:
     backward_input: tuple[float, ...] = (1.0,)
     backward_weight: tuple[float, ...] = (1.0,)
     backward: tuple[float, ...] | None = None
-    """Of full backwards; as much as their halves if it is not given."""
+    """The time of full backwards; if not given, the sum of their halves."""
     after_forward: tuple[float, ...] = (1.0,)
     after_input: tuple[float, ...] = (1.0,)
     delay: float = 0.0
+    gather: tuple[float, ...] = (0.0,)
+    reduce: tuple[float, ...] = (0.0,)
+    gathered: tuple[float, ...] = (0.0,)
     overlap_saving: float = 0.0
     time_unit: TimeUnit = ""
     memory_unit: MemoryUnit = ""
     schedule: None = None
 
     def table(self, placement: Placement) -> CostTable:
-        """The costs of the stages."""
+        """Return the costs of the stages."""
         return CostTable(
             forward=_along(self.forward, placement),
             backward_input=_along(self.backward_input, placement),
@@ -50,6 +53,9 @@ class ShareCosts:
             after_forward=_along(self.after_forward, placement),
             after_input=_along(self.after_input, placement),
             delay=self.delay,
+            gather=_along(self.gather, placement),
+            reduce=_along(self.reduce, placement),
+            gathered=_along(self.gathered, placement),
             overlap_saving=self.overlap_saving,
         )
 
@@ -61,11 +67,11 @@ class TableCosts:
     costs: CostTable
     time_unit: TimeUnit = ""
     schedule: Schedule | None = None
-    """What was recorded, if they are from a recording."""
+    """The schedule that was recorded, if the costs are from a recording."""
     memory_unit: MemoryUnit = ""
 
     def table(self, placement: Placement) -> CostTable:
-        """The costs of the stages; if there are others than the given, shared out along the model.
+        """Return the costs of the stages, shared out along the model if their number differs.
 
         >>> costs = TableCosts(CostTable.uniform(2, forward=3.0))
         >>> costs.table(Placement.v(2)).forward
@@ -76,7 +82,7 @@ class TableCosts:
         return self.shares(placement.num_ranks).table(placement)
 
     def shares(self, num_ranks: int) -> ShareCosts:
-        """The same, along the model, of the shares of so many ranks."""
+        """Return the same costs along the model, for the shares of `num_ranks` ranks."""
         costs = self.costs
         per_rank = costs.num_stages / num_ranks
 
@@ -91,15 +97,18 @@ class TableCosts:
             after_forward=along(costs.after_forward),
             after_input=along(costs.after_input),
             delay=self._mean_delay(),
+            gather=along(costs.gather),
+            reduce=along(costs.reduce),
+            gathered=along(costs.gathered),
             overlap_saving=costs.overlap_saving,
             time_unit=self.time_unit,
             memory_unit=self.memory_unit,
         )
 
     def _mean_delay(self) -> float:
-        """What a message between ranks takes, on average over the edges."""
+        """Return the mean time of a message between ranks, over the edges."""
         costs = self.costs
-        # Where it is not known which rank has which stage, each is taken to have its own.
+        # If the placement is not known, assume one stage per rank.
         ranks = range(costs.num_stages) if self.schedule is None else self.schedule.placement.ranks
         between_ranks = [
             delay + transfer
@@ -112,28 +121,29 @@ class TableCosts:
 
 
 GivenCosts: TypeAlias = ShareCosts | TableCosts
-"""Costs as they are given; `table(placement)` has those of each stage."""
+"""Costs as they are given; `table(placement)` returns those of each stage."""
 
 
 def with_delay(costs: CostTable, delay: float | None) -> CostTable:
-    """The costs, with `delay` in place of the delays that are known, if it is given."""
+    """Return the costs with `delay` in place of their own delays, if it is given."""
     if delay is None:
         return costs
     return replace(costs, delay=(delay,) * (costs.num_stages - 1))
 
 
 def _along(values: Sequence[float], placement: Placement) -> list[float]:
-    """What each stage has of values that are given along the model.
+    """Return the share of each stage in values that are given along the model.
 
-    Each value holds for an equal part of the model, and each stage is as large a part of it as its
-    rank has stages: with 2 values, 3 ranks and a stage on each, the second has half of both parts.
+    Each value holds for an equal part of the model. Each rank has an equal share of the model, and
+    its stages share that equally: with 2 values, and 3 ranks with a stage each, the second
+    stage gets half of each value.
 
         values     |     a     |     b     |
         stages     |   0   |   1   |   2   |
     """
     counts = Counter(placement.ranks)
     shares = [Fraction(1, counts[rank]) for rank in placement.ranks]
-    per_share = Fraction(len(values), placement.num_ranks)  # How many values a share covers.
+    per_share = Fraction(len(values), placement.num_ranks)  # Values that a share covers.
     ends = [end * per_share for end in accumulate(shares, initial=Fraction(0))]
     return [
         sum(

@@ -1,32 +1,32 @@
-"""What each character of a rank's lane shows.
+"""The characters of a rank's lane in the terminal.
 
-A character stands for a slice of time, and shows what the rank does in it. Where much happens in
-one slice, each look gets as many characters as it has time, as seats are given to parties: what is
-short neither vanishes nor grows, and idle time least of all.
+A character stands for a slice of time, and shows what the rank does in it. If a slice contains
+several looks, each look gets characters in proportion to its time, as parties get seats. So short
+bars and idle time neither vanish nor grow.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-from penstock.draw.panel import Bar, Kind, bars
+from penstock.draw.panel import Bar, Kind, bars, collective_bars
 from penstock.ir import Rank
 from penstock.timeline import MemoryPoint, Report
 
-# Not up to the full block: the curves of two ranks would be one.
+# Without the full block, which would join the curves of two ranks.
 _LEVELS = " ▁▂▃▄▅▆▇"
 FULL = _LEVELS[-1]
-_MOST = 0.6  # Of the width, that equal bars may leave the rest empty.
-_ROUNDING = 1e-6  # A smaller part of a slice, or of a unit of time, is none.
+_MOST = 0.6  # Share of the width that equal bars must fill; the rest may stay empty.
+_ROUNDING = 1e-6  # A smaller part of a slice, or of a unit of time, counts as zero.
 
 Look: TypeAlias = tuple[tuple[Kind, int], ...]
-"""The kind and the place of each bar, as `colour` takes them: two in an overlap, none if idle."""
+"""The kind and place of each bar, as `colour` takes them: two in an overlap, none if idle."""
 
 
 class Column(NamedTuple):
-    """What a rank does for a while: one bar, the two of an overlap, or none if it is idle."""
+    """A piece of a lane: one bar, the two bars of an overlap, or no bar if the rank is idle."""
 
     bars: tuple[Bar, ...]
     look: Look
@@ -40,26 +40,26 @@ class Stretch(NamedTuple):
     slot: Column
     width: int
     exact_width: float
-    """If characters could be cut."""
+    """The width if characters could be divided."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much time a character stands for, and how many of them the axis has."""
+    """The time that one character stands for, and the number of characters on the axis."""
 
     slice: float
     width: int
 
     def cell(self, time: float) -> int:
-        """The character at `time`."""
+        """Return the position of the character at `time`."""
         return int(time / self.slice + _ROUNDING)
 
 
 def fit_scale(lanes: Sequence[Sequence[Column]], width: int) -> Scale:
-    """Up to `width` characters for the longest of the lanes.
+    """Return a scale that gives the longest lane at most `width` characters.
 
-    Where all times are multiples of one, it gets a whole number of characters if they fill most of
-    the width: equal bars are then equally wide.
+    If all times are multiples of a unit, the unit gets a whole number of characters, provided that
+    the lanes then fill most of the width. Equal bars are then equally wide.
     """
     end = max((lane[-1].end for lane in lanes if lane), default=0.0)
     if end == 0:
@@ -74,13 +74,22 @@ def fit_scale(lanes: Sequence[Sequence[Column]], width: int) -> Scale:
 
 
 def slots(report: Report, rank: Rank) -> list[Column]:
-    """The lane of `rank` from 0 to the makespan, idle time included."""
+    """Return the lane of `rank` from 0 to the makespan, including idle time."""
+    return _columns(bars(report, rank), report, rank)
+
+
+def collective_slots(report: Report, rank: Rank) -> list[Column]:
+    """Return the lane of the rank's gathers and reductions, including the time between them."""
+    return _columns(collective_bars(report, rank), report, rank)
+
+
+def _columns(drawn: Iterable[Bar], report: Report, rank: Rank) -> list[Column]:
     stages = report.timeline.schedule.placement.stages_of(rank)
     places = {stage: place for place, stage in enumerate(stages)}
     lane: list[Column] = []
     time = 0.0
-    # What takes no time cannot be seen. Only the halves of an overlap share their times.
-    seen = (bar for bar in bars(report, rank) if bar.end > bar.start)
+    # A bar that takes no time is invisible. Only the halves of an overlap have the same times.
+    seen = (bar for bar in drawn if bar.end > bar.start)
     for (start, end), together in groupby(seen, key=lambda bar: (bar.start, bar.end)):
         if start > time:
             lane.append(Column((), (), time, start))
@@ -94,13 +103,13 @@ def slots(report: Report, rank: Rank) -> list[Column]:
 
 
 def runs(lane: Sequence[Column], scale: Scale) -> list[Stretch]:
-    """The lane in characters."""
+    """Return the lane in characters."""
     chosen: list[Column] = []
     credit: defaultdict[Look, float] = defaultdict(float)
     for parts in _slices(lane, scale):
         for slot, time in parts:
             credit[slot.look] += time / scale.slice
-        # Of equals, the first in time.
+        # If several looks are equal, the first in time wins.
         look = max((slot.look for slot, _ in parts), key=credit.__getitem__)
         credit[look] -= 1
         chosen.append(max((part for part in parts if part[0].look == look), key=_time)[0])
@@ -111,7 +120,7 @@ def runs(lane: Sequence[Column], scale: Scale) -> list[Stretch]:
 
 
 def memory_levels(points: Sequence[MemoryPoint], most: float, scale: Scale, end: float) -> str:
-    """The most that is held in each slice of time, as blocks that are full at `most`."""
+    """Return the most held in each slice of time, as blocks that are full at `most`."""
     held = [0.0] * _num_cells(end, scale)
     for point, until in zip(points, [*(p.time for p in points[1:]), end], strict=True):
         first = scale.cell(point.time)
@@ -122,7 +131,7 @@ def memory_levels(points: Sequence[MemoryPoint], most: float, scale: Scale, end:
 
 
 def _level(amount: float, most: float) -> int:
-    """Any amount at all can be seen, and only the most of all fills the row."""
+    """Return the height of a block: at least 1 for any amount above 0, and full only at `most`."""
     if amount <= 0:
         return 0
     top = len(_LEVELS) - 1
@@ -130,7 +139,7 @@ def _level(amount: float, most: float) -> int:
 
 
 def _slices(lane: Sequence[Column], scale: Scale) -> list[list[tuple[Column, float]]]:
-    """The slots in the slice of each character, and how much time they have in it."""
+    """Return the columns in the slice of each character, with the time each has in it."""
     end = lane[-1].end if lane else 0.0
     cut: list[list[tuple[Column, float]]] = [[] for _ in range(_num_cells(end, scale))]
     for slot in lane:

@@ -1,4 +1,4 @@
-"""What the characters of a lane look like, in colour and without."""
+"""The look of a lane's characters, with and without colour."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,13 +12,13 @@ from penstock.draw.panel import Kind
 
 IDLE = "·"
 BOTH = "&"
-"""Between the halves of an overlap, where there are no colours."""
+"""Separator of the halves of an overlap in drawings without colours."""
 FAINT = Style(dim=True)
-_NUMBERED = 0.75  # Of bars that are narrower, in characters, most are not seen: no numbers then.
+_NUMBERED = 0.75  # Bars narrower than this, in characters, are mostly invisible: no number.
 
 
 def coloured(runs: Sequence[Stretch], *, num_stages: int) -> Text:
-    """A bar is as wide as its colour goes, and begins with its microbatch."""
+    """Draw each bar as a coloured stretch that begins with its microbatch."""
     line = Text()
     for run in runs:
         slot, width, _ = run
@@ -33,7 +33,7 @@ def coloured(runs: Sequence[Stretch], *, num_stages: int) -> Text:
 
 
 def thin(runs: Sequence[Stretch], *, num_stages: int) -> Text:
-    """Bars of half the height, without numbers. The halves of an overlap take turns."""
+    """Draw bars of half the height, without numbers. The halves of an overlap alternate."""
     line = Text()
     for slot, width, _ in runs:
         styles = [paint(kind, place, num_stages) for kind, place in slot.look]
@@ -46,14 +46,14 @@ def thin(runs: Sequence[Stretch], *, num_stages: int) -> Text:
 
 
 def lettered(runs: Sequence[Stretch]) -> Text:
-    """A bar is the letter of its kind, its microbatch if there is room, and a line to its end."""
+    """Draw each bar as its kind's letter, its microbatch if it fits, and a line to its end."""
     line = Text()
     for slot, width, _ in runs:
         letters = [letter(kind, place) for kind, place in slot.look]
         if not letters:
             line.append(IDLE * width, FAINT)
             continue
-        numbers = [str(bar.action.mb) for bar in slot.bars]
+        numbers = [str(bar.number) for bar in slot.bars]
         full = BOTH.join(map("".join, zip(letters, numbers, strict=True)))
         short = BOTH.join(letters)
         known = [text for text in (full, short) if len(text) <= width]
@@ -62,25 +62,25 @@ def lettered(runs: Sequence[Stretch]) -> Text:
 
 
 def letter(kind: Kind, place: int) -> str:
-    """Lower case for all but the first stage of a rank."""
+    """Return the letter of a kind: in lower case for all but the first stage of a rank."""
     return kind.value.lower() if place else kind.value
 
 
 @cache
 def paint(kind: Kind, place: int = 0, num_stages: int = 1) -> Style:
-    """The colour of a bar, with its number on it."""
+    """Return the style of a bar and the number on it."""
     return Style(color=TEXT, bgcolor=colour(kind, place, num_stages))
 
 
 @cache
 def split(upper: Style, lower: Style) -> Style:
-    """For an upper half block: two bars of half the height."""
+    """Return the style of an upper half block that shows two bars of half the height."""
     return Style(color=upper.bgcolor, bgcolor=lower.bgcolor)
 
 
 def _number(run: Stretch) -> str:
-    """A microbatch that cannot run into the next one, or a mark where the bar begins."""
-    digits = str(run.slot.bars[0].action.mb)
+    """Return the microbatch if it stays apart from the next number, else a mark at the start."""
+    digits = str(run.slot.bars[0].number)
     if run.exact_width < _NUMBERED:
         return ""
     if len(digits) == 1 or len(digits) < run.width:

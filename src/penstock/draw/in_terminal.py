@@ -1,4 +1,4 @@
-"""Timelines in the terminal: a lane of characters for each rank, in colour where there is any."""
+"""Timelines in the terminal: a lane of characters for each rank, in colour if possible."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,29 +8,39 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.costs.units import MemoryUnit, TimeUnit
-from penstock.draw.cells import FULL, Column, Scale, fit_scale, memory_levels, runs, slots
+from penstock.draw.cells import (
+    FULL,
+    Column,
+    Scale,
+    collective_slots,
+    fit_scale,
+    memory_levels,
+    runs,
+    slots,
+)
 from penstock.draw.characters import BOTH, FAINT, IDLE, coloured, lettered, paint, split, thin
-from penstock.draw.panel import Kind, Panel
+from penstock.draw.panel import Kind, Panel, has_collectives
 from penstock.draw.time_axis import axis
 from penstock.timeline import Report
 
 _NARROWEST = 40
 _ROOMY = 60
-"""From this width on there are figures at the right of the lanes."""
+"""The least width at which there are figures to the right of the lanes."""
 _BENEATH = "simulated"
+_COLLECTIVES = "sharding"
 _BOLD = Style(bold=True)
 _MEMORY = Style(color="#8b93a1")
 _ASCII = str.maketrans("·─µ▁▂▃▄▅▆▇", ".-u1234567")
-"""For a terminal that has no other characters."""
+"""Replacements for a terminal that has only ASCII characters."""
 
 
 def print_panels(
     panels: Sequence[Panel], console: Console | None = None, *, memory: bool = True
 ) -> None:
-    """Prints the panels as wide as the terminal is, in its colours if it has any."""
+    """Print the panels at the width of the terminal, in colour if it has colours."""
     console = console or Console()
     has_colour = console.color_system is not None and not console.no_color
-    # Colour is drawn with half blocks, so it takes a terminal that has them.
+    # Coloured lanes use half blocks, so they need a terminal that has them.
     is_ascii = console.options.ascii_only
     lines = _lines(panels, width=console.width, colour=has_colour and not is_ascii, memory=memory)
     if is_ascii:
@@ -40,10 +50,10 @@ def print_panels(
 
 
 def terminal(panels: Sequence[Panel], *, width: int, colour: bool, memory: bool = True) -> Group:
-    """The panels under each other, `width` characters wide, to be printed by rich.
+    """Return the panels one below the other, `width` characters wide, to be printed by rich.
 
-    Panels in the same unit of time have the same time axis, and all the same height of memory.
-    Without `memory`, the curves of what each rank holds are left out.
+    Panels in the same unit share the scale of time or memory.
+    Without `memory`, the memory curves of the ranks are left out.
     """
     return Group(*_lines(panels, width=width, colour=colour, memory=memory))
 
@@ -55,6 +65,8 @@ class _Drawn:
     panel: Panel
     lanes: list[list[Column]]
     beneath: list[list[Column]]
+    collectives: list[list[Column]]
+    """The gathers and reductions of each rank; empty if there are none."""
 
     @property
     def all_lanes(self) -> list[list[Column]]:
@@ -63,13 +75,13 @@ class _Drawn:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What the panels have in common, so that they can be compared."""
+    """The layout that all panels share, so that they can be compared."""
 
     left: int
-    """Characters before a lane."""
+    """The number of characters before a lane."""
     lane: int
     peak: int
-    """Characters for the peak memory of a rank; 0 if there is no room for figures."""
+    """The number of characters for a rank's peak memory; 0 if there is no room for figures."""
     scales: dict[TimeUnit, Scale]
     most: dict[MemoryUnit, float]
     colour: bool
@@ -77,7 +89,12 @@ class _Layout:
 
 def _lines(panels: Sequence[Panel], *, width: int, colour: bool, memory: bool) -> list[Text]:
     drawn = [
-        _Drawn(panel, _lanes(panel.report), _lanes(panel.beneath) if panel.beneath else [])
+        _Drawn(
+            panel,
+            _lanes(panel.report),
+            _lanes(panel.beneath) if panel.beneath else [],
+            _collective_lanes(panel.report),
+        )
         for panel in panels
     ]
     layout = _layout(drawn, max(width, _NARROWEST), colour=colour)
@@ -98,10 +115,17 @@ def _lanes(report: Report) -> list[list[Column]]:
     return [slots(report, rank) for rank in range(len(report.ranks))]
 
 
+def _collective_lanes(report: Report) -> list[list[Column]]:
+    if not has_collectives(report):
+        return []
+    return [collective_slots(report, rank) for rank in range(len(report.ranks))]
+
+
 def _layout(drawn: Sequence[_Drawn], width: int, *, colour: bool) -> _Layout:
     panels = [one.panel for one in drawn]
     labels = [f"rank {len(panel.report.ranks) - 1}" for panel in panels]
     labels += [_BENEATH for panel in panels if panel.beneath]
+    labels += [_COLLECTIVES for one in drawn if one.collectives]
     left = max(map(len, labels)) + 2
     peak, right = 0, 0
     if width >= _ROOMY:
@@ -126,7 +150,7 @@ def _heading(panel: Panel) -> Iterator[Text]:
 
 
 def _rank_lines(drawn: _Drawn, layout: _Layout) -> Iterator[Text]:
-    """The axis, a lane for each rank, and beneath it the lane to compare."""
+    """Yield the axis and a lane for each rank, with the lane to compare beneath it."""
     panel, report = drawn.panel, drawn.panel.report
     scale = layout.scales[panel.time_unit]
     yield _row("", Text(axis(panel, scale), FAINT), layout, ("bubble", "peak"))
@@ -137,6 +161,10 @@ def _rank_lines(drawn: _Drawn, layout: _Layout) -> Iterator[Text]:
         text = coloured(shown, num_stages=num_stages) if layout.colour else lettered(shown)
         figures = (f"{report.bubble_of(rank):.1%}", panel.memory(found.peak_memory))
         yield _row(f"rank {rank}", text, layout, figures)
+        if drawn.collectives:
+            shown = runs(drawn.collectives[rank], scale)
+            text = thin(shown, num_stages=num_stages) if layout.colour else lettered(shown)
+            yield _row(_COLLECTIVES, text, layout)
         if drawn.beneath:
             shown = runs(drawn.beneath[rank], scale)
             text = thin(shown, num_stages=num_stages) if layout.colour else lettered(shown)
@@ -144,7 +172,7 @@ def _rank_lines(drawn: _Drawn, layout: _Layout) -> Iterator[Text]:
 
 
 def _memory_lines(panel: Panel, layout: _Layout) -> Iterator[Text]:
-    """What each rank holds over time."""
+    """Yield the memory that each rank holds over time."""
     most = layout.most[panel.memory_unit]
     scale = layout.scales[panel.time_unit]
     yield _row("", Text(f"memory, {FULL} is {panel.memory(most)}", FAINT), layout)
@@ -155,7 +183,7 @@ def _memory_lines(panel: Panel, layout: _Layout) -> Iterator[Text]:
 
 
 def _row(name: str, lane: Text, layout: _Layout, figures: tuple[str, str] | None = None) -> Text:
-    # Where the console is narrower than a row can be, the row is cut off and not folded.
+    # If the console is narrower than the narrowest row, the row is cropped, not wrapped.
     row = Text(name.ljust(layout.left), no_wrap=True, overflow="crop")
     row.append_text(lane)
     if figures and layout.peak:
@@ -165,9 +193,10 @@ def _row(name: str, lane: Text, layout: _Layout, figures: tuple[str, str] | None
 
 
 def _legend(drawn: Sequence[_Drawn], *, colour: bool) -> list[Text]:
-    """What the colours or the letters mean, of those that occur."""
+    """Return the meaning of each colour or letter that occurs."""
     looks = {slot.look for one in drawn for lane in one.all_lanes for slot in lane}
-    found = {bar for look in looks for bar in look}
+    beside = {slot.look for one in drawn for lane in one.collectives for slot in lane}
+    found = {bar for look in looks | beside for bar in look}
     entries = []
     for kind in Kind:
         if any(kind is bar_kind for bar_kind, _ in found):
@@ -184,7 +213,7 @@ def _legend(drawn: Sequence[_Drawn], *, colour: bool) -> list[Text]:
 
 
 def _beside_each_other(entries: Sequence[Text], width: int) -> list[Text]:
-    """Lines of as many entries as there is room for."""
+    """Return lines with as many entries as there is room for."""
     lines: list[Text] = []
     for entry in entries:
         if lines and len(lines[-1]) + 3 + len(entry) <= width:

@@ -1,4 +1,4 @@
-"""What is drawn: a timeline, simulated or measured, and what every kind of drawing says of it."""
+"""Panels: timelines to draw, simulated or measured, and the facts that every drawing states."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,16 @@ from typing import Literal, NamedTuple
 from penstock.costs import CostTable
 from penstock.costs.units import MemoryUnit, TimeUnit, in_memory, in_time
 from penstock.errors import DrawError
-from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Overlap, Rank
+from penstock.ir import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Overlap,
+    Rank,
+    ReduceGrads,
+    Unshard,
+)
 from penstock.ir.action import SINGLE_COMPUTE_TYPES, SingleCompute
 from penstock.timeline import Recording, Report
 
@@ -17,12 +26,14 @@ _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Kind(Enum):
-    """The kinds of compute: one colour each. The value is the letter in the text format."""
+    """The kinds of bars: one colour and one letter each; for computes, that of the text format."""
 
     FORWARD = "F"
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
+    GATHER = "G"
+    REDUCE = "R"
 
     @property
     def words(self) -> str:
@@ -34,6 +45,8 @@ _WORDS = {
     Kind.BACKWARD: "full backward",
     Kind.BACKWARD_INPUT: "input backward",
     Kind.BACKWARD_WEIGHT: "weight backward",
+    Kind.GATHER: "gather",
+    Kind.REDUCE: "reduction",
 }
 _KINDS: dict[type[SingleCompute], Kind] = {
     Forward: Kind.FORWARD,
@@ -44,18 +57,27 @@ _KINDS: dict[type[SingleCompute], Kind] = {
 
 
 class Bar(NamedTuple):
-    """A forward or backward on a rank's lane. The halves of an overlap share the height."""
+    """A bar on a rank's lane, or on that of its collectives. Halves of an overlap share the height.
 
-    action: SingleCompute
+    It is a forward or backward, or a gather or reduction.
+    """
+
+    action: SingleCompute | Unshard | ReduceGrads
     kind: Kind
     start: float
     end: float
     half: Literal["whole", "upper", "lower"]
 
+    @property
+    def number(self) -> int:
+        """The microbatch, or the stage of a gather or reduction, which is of no microbatch."""
+        action = self.action
+        return action.stage if isinstance(action, Unshard | ReduceGrads) else action.mb
+
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One timeline of a drawing; several panels are drawn under each other on one time axis."""
+    """One timeline of a drawing; several panels are drawn one below the other on one time axis."""
 
     title: str
     report: Report
@@ -63,12 +85,12 @@ class Panel:
     """Simulated times may be in any unit; those of a real run are in seconds."""
     memory_unit: MemoryUnit = ""
     beneath: Report | None = None
-    """Laid beneath each rank's lane, to compare: the simulated timeline of a measured step."""
+    """The simulated timeline of a measured step, drawn beneath each rank's lane to compare."""
     caps: tuple[float, ...] = ()
-    """What each rank may hold, drawn as a line over its memory; empty if there is no cap."""
+    """The most each rank may hold, drawn as a line over its memory; empty if there is no cap."""
 
     def __post_init__(self) -> None:
-        # It may be a file's name, in which anything can be.
+        # It may be the name of a file, which can contain any character.
         shown = (char if char.isprintable() else _UNPRINTABLE for char in self.title)
         object.__setattr__(self, "title", "".join(shown))
         if self.beneath is not None and len(self.beneath.ranks) != len(self.report.ranks):
@@ -91,10 +113,10 @@ class Panel:
     def of_recording(
         cls, title: str, recording: Recording, costs: CostTable | None = None
     ) -> "Panel":
-        """The typical step of a recording, with what the simulator makes of it beneath.
+        """Return the typical step of a recording, with its simulated timeline beneath.
 
-        `costs` are in seconds and bytes; without them those of the recording itself are taken, in
-        which memory is counted in microbatches.
+        `costs` are in seconds and bytes. Without them the recording's own costs are used, which
+        count memory in microbatches.
         """
         return cls(
             title,
@@ -105,11 +127,11 @@ class Panel:
         )
 
     def time(self, value: float) -> str:
-        """A time in words."""
+        """Return a time in words."""
         return in_time(value, self.time_unit)
 
     def memory(self, value: float) -> str:
-        """An amount of memory in words."""
+        """Return an amount of memory in words."""
         return in_memory(value, self.memory_unit)
 
     @property
@@ -124,9 +146,9 @@ class Panel:
 
 
 def memory_scale(panels: Sequence[Panel], unit: MemoryUnit) -> float:
-    """What fills the height of a memory curve, for all panels of the unit.
+    """Return the amount that fills the height of a memory curve, for all panels of the unit.
 
-    That is the peak, or a cap above it, unless the curves would become too low to be read.
+    It is the peak, or a cap above it unless that would make the curves too low to read.
     """
     alike = [panel for panel in panels if panel.memory_unit == unit]
     peak = max(panel.report.peak_memory for panel in alike)
@@ -135,13 +157,13 @@ def memory_scale(panels: Sequence[Panel], unit: MemoryUnit) -> float:
 
 
 def check_panels(panels: Sequence[Panel]) -> None:
-    """Raises if there is nothing to draw."""
+    """Raise an error if there is nothing to draw."""
     if not panels:
         raise DrawError("There is nothing to draw: panels is empty. Give at least one Panel.")
 
 
 def bars(report: Report, rank: Rank) -> Iterator[Bar]:
-    """The bars of a rank's lane, in time order. Sends and receives have none."""
+    """Yield the bars of a rank's lane, in time order. Sends and receives have no bars."""
     timeline = report.timeline
     order = timeline.schedule.orders[rank]
     for action, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
@@ -152,8 +174,26 @@ def bars(report: Report, rank: Rank) -> Iterator[Bar]:
             yield Bar(action, _KINDS[type(action)], start, end, "whole")
 
 
+def collective_bars(report: Report, rank: Rank) -> Iterator[Bar]:
+    """Yield the gathers and reductions of a rank that take time, in time order."""
+    if not report.timeline.schedule.has_sharding:
+        return
+    timeline = report.timeline
+    order = timeline.schedule.orders[rank]
+    for action, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
+        if isinstance(action, Unshard | ReduceGrads) and end > start:
+            kind = Kind.GATHER if isinstance(action, Unshard) else Kind.REDUCE
+            yield Bar(action, kind, start, end, "whole")
+
+
+def has_collectives(report: Report) -> bool:
+    """Return whether there are gathers or reductions to draw, on a lane of their own."""
+    return any(True for rank in range(len(report.ranks)) for _ in collective_bars(report, rank))
+
+
 def kinds(report: Report) -> list[Kind]:
-    """The kinds that occur, for a legend."""
+    """Return the kinds that occur, for a legend."""
     ranks = range(report.timeline.schedule.num_ranks)
-    found = {bar.kind for rank in ranks for bar in bars(report, rank)}
+    every = ((*bars(report, rank), *collective_bars(report, rank)) for rank in ranks)
+    found = {bar.kind for lane in every for bar in lane}
     return [kind for kind in Kind if kind in found]

@@ -1,4 +1,4 @@
-"""Draws timelines as a picture, SVG or PNG: one lane per rank, with its bubble and its memory."""
+"""Draw timelines as a picture, SVG or PNG: one lane per rank, with its bubble and its memory."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -35,14 +35,14 @@ _LANES_LEAST, _LANES_MOST = 6.5, 16.0
 
 
 class _Sheet(NamedTuple):
-    """A picture being drawn, and how wide its lanes are."""
+    """A picture being drawn, and the width of its lanes."""
 
     figure: "Figure"
     colours: Page
     width: float
 
     def add_axes(self, left: float, top: float, width: float, height: float) -> "Axes":
-        """Axes without a frame, in inches from the upper left corner."""
+        """Add axes without a frame, in inches from the upper left corner."""
         total_width, total_height = self.figure.get_size_inches()
         bottom = total_height - top - height
         axes = self.figure.add_axes(
@@ -68,7 +68,7 @@ class _Sheet(NamedTuple):
         is_title: bool = False,
         ends_at_x: bool = False,
     ) -> None:
-        """A line of text, in inches from the upper left corner."""
+        """Write a line of text, in inches from the upper left corner."""
         width, height = self.figure.get_size_inches()
         self.figure.text(
             x / width,
@@ -88,16 +88,16 @@ def picture(
     memory: bool = True,
     dark: bool = False,
 ) -> None:
-    """Draws the panels under each other and writes an SVG or a PNG, as the suffix of `path` says.
+    """Draw the panels one below the other, and write an SVG or a PNG, by the suffix of `path`.
 
-    Panels in the same unit have one time axis. Memory has one scale.
+    Panels in the same unit share the scale of time or memory.
     """
     save(draw_figure(panels, memory=memory, dark=dark), path)
 
 
 @plain_style()
 def draw_figure(panels: Sequence[Panel], *, memory: bool = True, dark: bool = False) -> "Figure":
-    """The picture as a figure of matplotlib."""
+    """Return the picture as a matplotlib figure."""
     check_panels(panels)
     limits = _time_limits(panels)
     width = _lanes_width(panels, limits)
@@ -127,7 +127,7 @@ def draw_figure(panels: Sequence[Panel], *, memory: bool = True, dark: bool = Fa
 
 
 def _time_limits(panels: Sequence[Panel]) -> dict[str, float]:
-    """Where the time axis of each unit ends."""
+    """Return the end of the time axis for each unit."""
     limits: dict[str, float] = {}
     for panel in panels:
         for report in (panel.report, panel.beneath or panel.report):
@@ -136,19 +136,19 @@ def _time_limits(panels: Sequence[Panel]) -> dict[str, float]:
 
 
 def _lanes_width(panels: Sequence[Panel], limits: dict[str, float]) -> float:
-    """Wide enough for the numbers in most bars, within reason."""
+    """Return a width, within limits, that has room for the numbers in most bars."""
     width = _LANES_LEAST
     for panel in panels:
         drawn = [bar for rank in range(len(panel.report.ranks)) for bar in bars(panel.report, rank)]
         usual = median(bar.end - bar.start for bar in drawn)
         if usual > 0:
-            number = max(bar.action.mb for bar in drawn)
+            number = max(bar.number for bar in drawn)
             width = max(width, number_width(number) * limits[panel.time_unit] / usual)
     return min(width, _LANES_MOST)
 
 
 def _draw_timeline(sheet: _Sheet, panel: Panel, top: float, limit: float) -> "Axes":
-    """Title, facts, lanes and bubbles."""
+    """Draw the title, facts, lanes and bubbles."""
     drawn = lanes(panel)
     right = _LEFT + sheet.width + _BUBBLE
     sheet.write(panel.title, _LEFT, top + 0.17, is_title=True)
@@ -177,7 +177,7 @@ def _draw_memory_column(
 
 
 def _draw_time_axis(axes: "Axes", panel: Panel, colours: Page) -> None:
-    """Ticks under the lanes; times in seconds are shown in what makes their numbers short."""
+    """Draw ticks under the lanes; seconds are shown in the unit that keeps numbers short."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     limit = axes.get_xlim()[1]
@@ -206,7 +206,7 @@ def _draw_time_axis(axes: "Axes", panel: Panel, colours: Page) -> None:
 
 
 def _draw_legend(sheet: _Sheet, panels: Sequence[Panel]) -> None:
-    """Once for all panels."""
+    """Draw one legend for all panels."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

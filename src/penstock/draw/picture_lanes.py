@@ -1,13 +1,13 @@
-"""What a picture shows of one panel: the lanes of its ranks, and the memory beside them.
+"""One panel in a picture: the lanes of its ranks, and the memory beside them.
 
-Heights are in inches from the top of the panel, so that what fits into a bar can be told.
+Heights are in inches from the top of the panel, to know what fits into a bar.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.draw.colours import TEXT, colour
-from penstock.draw.panel import Bar, Panel, bars
+from penstock.draw.panel import Bar, Panel, bars, collective_bars, has_collectives
 from penstock.draw.picture_look import Page
 from penstock.ir import Rank
 from penstock.timeline import Report
@@ -16,22 +16,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NUMBER_SIZE = 7.5
-"""Of the microbatch numbers, in points."""
+"""The font size of the microbatch numbers, in points."""
 CAP_DASHES = (0.0, (3.0, 2.0))
-_POINTS = 72.0  # To the inch.
-_DIGIT = 0.64  # Width of a digit in this font, of its size.
-_MARGIN = 0.3  # What a number needs around it, of its size.
+_POINTS = 72.0  # Per inch.
+_DIGIT = 0.64  # Width of a digit in this font, as a share of the font size.
+_MARGIN = 0.3  # Space around a number, as a share of the font size.
 _SMALL = 7.5
+_THIN = 0.4  # Height of a lane of collectives, as a share of a rank's lane.
 
 
 class Lane(NamedTuple):
-    """A strip of time: a rank of the panel's report, or beneath it that of the other report."""
+    """The lane of a rank in the panel's report, or a lower one beneath it.
+
+    That is the lane of the rank's gathers and reductions, or its lane in the other report.
+    """
 
     report: Report
     rank: Rank
     top: float
     height: float
     is_beneath: bool
+    has_collectives: bool = False
 
     @property
     def middle(self) -> float:
@@ -43,13 +48,18 @@ class Lane(NamedTuple):
 
 
 def lanes(panel: Panel) -> list[Lane]:
-    """The lanes from the top down. Where there are many ranks they are lower."""
+    """Return the lanes from the top down. With many ranks, lanes are less high."""
     num_ranks = len(panel.report.ranks)
     height, gap = (0.30, 0.06) if num_ranks <= 8 else (0.21, 0.04)
+    is_sharded = has_collectives(panel.report)
     found, top = [], 0.0
     for rank in range(num_ranks):
         found.append(Lane(panel.report, rank, top, height, False))
         top += height + gap
+        if is_sharded:
+            thin = height * _THIN
+            found.append(Lane(panel.report, rank, top - gap / 2, thin, True, True))
+            top += thin + gap / 2
         if panel.beneath is not None:
             found.append(Lane(panel.beneath, rank, top - gap / 2, height / 2, True))
             top += height / 2 + gap
@@ -57,19 +67,19 @@ def lanes(panel: Panel) -> list[Lane]:
 
 
 def number_width(number: int) -> float:
-    """How many inches a microbatch's number takes within a bar."""
+    """Return the width, in inches, that a microbatch's number needs within a bar."""
     return (len(str(number)) * _DIGIT + _MARGIN) * NUMBER_SIZE / _POINTS
 
 
 def draw_lanes(axes: "Axes", drawn: Sequence[Lane], colours: Page, *, width: float) -> None:
-    """Draws the bars on the idle time of each lane; the axes' time limit takes `width` inches."""
+    """Draw the bars over the idle time of each lane; the axes are `width` inches wide."""
     from matplotlib.collections import PolyCollection
 
     idle = [_box(0.0, lane.report.makespan, lane.top, lane.bottom) for lane in drawn]
     axes.add_collection(
         PolyCollection(idle, facecolors=colours.idle, linewidths=0, gid="idle"), autolim=False
     )
-    inch = width / axes.get_xlim()[1]  # Of a unit of time.
+    inch = width / axes.get_xlim()[1]  # Per unit of time.
     boxes, fills, edges = [], [], []
     for lane in drawn:
         for bar, fill in _coloured(lane):
@@ -78,7 +88,7 @@ def draw_lanes(axes: "Axes", drawn: Sequence[Lane], colours: Page, *, width: flo
             fills.append(fill)
             length = (bar.end - bar.start) * inch
             edges.append(min(0.8, 0.1 * length * _POINTS))  # Narrow bars keep their colour.
-            if _has_room(bar.action.mb, length, height):
+            if not lane.has_collectives and _has_room(bar.number, length, height):
                 _write_number(axes, bar, top + height / 2)
     axes.add_collection(
         PolyCollection(
@@ -89,7 +99,7 @@ def draw_lanes(axes: "Axes", drawn: Sequence[Lane], colours: Page, *, width: flo
 
 
 def draw_labels(axes: "Axes", drawn: Sequence[Lane], colours: Page, *, right: float) -> None:
-    """Names the lanes before time 0; their bubbles end at `right`, in inches."""
+    """Write the lanes' names before time 0, and their bubbles, aligned at `right` inches."""
     from matplotlib.transforms import blended_transform_factory
 
     assert axes.figure is not None
@@ -97,7 +107,9 @@ def draw_labels(axes: "Axes", drawn: Sequence[Lane], colours: Page, *, right: fl
     for lane in drawn:
         ink = colours.faint_ink if lane.is_beneath else colours.ink
         size = _SMALL - 1 if lane.is_beneath else _SMALL
-        name = "simulated" if lane.is_beneath else f"rank {lane.rank}"
+        name = f"rank {lane.rank}"
+        if lane.is_beneath:
+            name = "sharding" if lane.has_collectives else "simulated"
         axes.annotate(
             name,
             (0.0, lane.middle),
@@ -108,6 +120,8 @@ def draw_labels(axes: "Axes", drawn: Sequence[Lane], colours: Page, *, right: fl
             color=ink,
             fontsize=size,
         )
+        if lane.has_collectives:
+            continue
         axes.text(
             right,
             lane.middle,
@@ -121,7 +135,7 @@ def draw_labels(axes: "Axes", drawn: Sequence[Lane], colours: Page, *, right: fl
 
 
 def draw_memory(axes: "Axes", panel: Panel, colours: Page, *, scale: float) -> None:
-    """Draws what each rank holds over time, beside its lane; `scale` fills the height of one."""
+    """Draw what each rank holds over time, beside its lane; `scale` fills a lane's height."""
     end = panel.report.makespan
     for lane in lanes(panel):
         if lane.is_beneath:
@@ -160,9 +174,10 @@ def draw_memory(axes: "Axes", panel: Panel, colours: Page, *, scale: float) -> N
 
 
 def _coloured(lane: Lane) -> Iterator[tuple[Bar, str]]:
-    """The bars of the lane, each with its colour."""
+    """Yield the bars of the lane, each with its colour."""
     own = lane.report.timeline.schedule.placement.stages_of(lane.rank)
-    for bar in bars(lane.report, lane.rank):
+    drawn = collective_bars if lane.has_collectives else bars
+    for bar in drawn(lane.report, lane.rank):
         yield bar, colour(bar.kind, own.index(bar.action.stage), len(own))
 
 
@@ -171,7 +186,7 @@ def _box(start: float, end: float, top: float, bottom: float) -> list[tuple[floa
 
 
 def _extent(bar: Bar, lane: Lane) -> tuple[float, float]:
-    """Top and height of a bar."""
+    """Return the top and the height of a bar."""
     if bar.half == "whole":
         return lane.top, lane.height
     half = lane.height / 2
@@ -186,7 +201,7 @@ def _write_number(axes: "Axes", bar: Bar, middle: float) -> None:
     axes.text(
         (bar.start + bar.end) / 2,
         middle,
-        str(bar.action.mb),
+        str(bar.number),
         ha="center",
         va="center_baseline",
         color=TEXT,

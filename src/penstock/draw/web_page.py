@@ -1,6 +1,6 @@
-"""A page to look at in a browser: one file with everything in it, which asks the network nothing.
+"""A page for the browser: one file that contains everything and needs no network.
 
-Python says what is on it, as JSON (`page_data`); the scripts in `page_parts` draw that.
+Python writes the page's content as JSON (`page_data`); the scripts in `page_parts` draw it.
 """
 
 import json
@@ -12,7 +12,17 @@ from typing import TypedDict
 
 from penstock.costs.units import MemoryUnit, TimeUnit
 from penstock.draw.colours import TEXT, colour
-from penstock.draw.panel import Bar, Kind, Panel, bars, check_panels, kinds, memory_scale
+from penstock.draw.panel import (
+    Bar,
+    Kind,
+    Panel,
+    bars,
+    check_panels,
+    collective_bars,
+    has_collectives,
+    kinds,
+    memory_scale,
+)
 from penstock.ir import Schedule
 from penstock.timeline import Report
 
@@ -20,13 +30,14 @@ _SCRIPTS = ("words.js", "lanes.js", "page.js")
 
 
 class LaneData(TypedDict):
-    """The bars of a rank in time order, a column for each property; a letter stands for a bar."""
+    """The bars of a rank in time order, one column per property; each letter is one bar."""
 
     kinds: str
     halves: str
-    """w for a whole bar, u and l for the upper and lower half of an overlap."""
+    """Letters: w for a whole bar, u and l for the upper and lower half of an overlap."""
     stages: list[int]
     microbatches: list[int]
+    """Empty for gathers and reductions."""
     starts: list[float]
     ends: list[float]
 
@@ -37,17 +48,19 @@ class TimelineData(TypedDict):
     makespan: float
     colours: dict[str, list[str]]
     lanes: list[LaneData]
+    collectives: list[LaneData]
+    """The gathers and reductions of each rank; empty if there are none."""
 
 
 class MemoryData(TypedDict):
-    """From each time on a rank holds so much, until the next time."""
+    """The memory that a rank holds from each time until the next."""
 
     times: list[float]
     held: list[float]
 
 
 class FactData(TypedDict):
-    """A number in words, with what to say beside it."""
+    """A number in words, with a note to show beside it."""
 
     name: str
     value: str
@@ -55,14 +68,14 @@ class FactData(TypedDict):
 
 
 class TableData(TypedDict):
-    """What each rank does with its time, in words."""
+    """The time and memory of each rank, in words."""
 
     header: list[str]
     rows: list[list[str]]
 
 
 class PanelData(TypedDict):
-    """A panel; `beneath` has no or one timeline."""
+    """A panel; `beneath` has at most one timeline."""
 
     title: str
     time_unit: TimeUnit
@@ -73,9 +86,9 @@ class PanelData(TypedDict):
     peaks: list[str]
     peak_memory: float
     caps: list[float]
-    """What each rank may hold; empty if there is no cap."""
+    """The most each rank may hold; empty if there is no cap."""
     memory_scale: float
-    """What fills the height of a memory curve."""
+    """The amount that fills the height of a memory curve."""
     table: TableData
     timeline: TimelineData
     beneath: list[TimelineData]
@@ -91,7 +104,7 @@ class KindData(TypedDict):
 
 
 class PageData(TypedDict):
-    """All that the scripts need to draw."""
+    """Everything that the scripts need to draw."""
 
     text_colour: str
     kinds: list[KindData]
@@ -99,7 +112,7 @@ class PageData(TypedDict):
 
 
 def page(panels: Sequence[Panel], *, title: str = "Penstock") -> str:
-    """The panels as an HTML page, to be saved as one file.
+    """Return the panels as an HTML page, to be saved as one file.
 
     >>> from penstock import schedules
     >>> from penstock.sim import simulate
@@ -107,7 +120,7 @@ def page(panels: Sequence[Panel], *, title: str = "Penstock") -> str:
     >>> page([Panel("1F1B", simulate(schedule))])[:15]
     '<!doctype html>'
     """
-    # In a script element only "<" can end or change what is read as text.
+    # In a script element, only "<" can end the text or change how it is read.
     data = json.dumps(page_data(panels), allow_nan=False, separators=(",", ":"))
     return Template(_part("page.html")).substitute(
         title=escape(title),
@@ -119,17 +132,17 @@ def page(panels: Sequence[Panel], *, title: str = "Penstock") -> str:
 
 
 def page_style() -> str:
-    """The style sheet, for a page of another make."""
+    """Return the style sheet, for use in another page."""
     return _part("page.css")
 
 
 def page_script() -> str:
-    """Defines the class `Timeline`, which shows `page_data` in an element, and `connectTheme`."""
+    """Return the script of `connectTheme` and of `Timeline`, which shows `page_data`."""
     return "\n".join(map(_part, _SCRIPTS))
 
 
 def page_data(panels: Sequence[Panel]) -> PageData:
-    """What the page draws; times are exact, numbers in words are those of every drawing."""
+    """Return the page's content: exact times, and numbers in the same words as in every drawing."""
     check_panels(panels)
     found = {kind for panel in panels for report in _reports(panel) for kind in kinds(report)}
     schedules = [report.timeline.schedule for panel in panels for report in _reports(panel)]
@@ -218,6 +231,10 @@ def _timeline(report: Report) -> TimelineData:
         "makespan": report.makespan,
         "colours": {kind.value: _colours_by_stage(schedule, kind) for kind in kinds(report)},
         "lanes": [_lane(list(bars(report, rank))) for rank in range(schedule.num_ranks)],
+        "collectives": [
+            {**_lane(list(collective_bars(report, rank))), "microbatches": []}
+            for rank in range(schedule.num_ranks if has_collectives(report) else 0)
+        ],
     }
 
 
@@ -226,7 +243,7 @@ def _lane(lane: list[Bar]) -> LaneData:
         "kinds": "".join(bar.kind.value for bar in lane),
         "halves": "".join(bar.half[0] for bar in lane),
         "stages": [bar.action.stage for bar in lane],
-        "microbatches": [bar.action.mb for bar in lane],
+        "microbatches": [bar.number for bar in lane],
         "starts": [bar.start for bar in lane],
         "ends": [bar.end for bar in lane],
     }
@@ -246,7 +263,7 @@ def _colours_by_stage(schedule: Schedule, kind: Kind) -> list[str]:
 
 
 def _facts_table(panels: Sequence[Panel]) -> str:
-    """For those whose browser runs no scripts."""
+    """Return a table for browsers that do not run scripts."""
     rows = (
         f"<tr><th scope=row>{escape(panel.title)}</th><td>{escape(panel.facts)}</td></tr>"
         for panel in panels

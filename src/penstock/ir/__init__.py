@@ -8,7 +8,10 @@ from penstock.ir.action import (
     Forward,
     Overlap,
     Recv,
+    ReduceGrads,
+    Reshard,
     Send,
+    Unshard,
 )
 from penstock.ir.message import Message, MicrobatchId, Rank, Skip, StageId
 from penstock.ir.placement import Placement
@@ -26,8 +29,11 @@ __all__ = [
     "Placement",
     "Rank",
     "Recv",
+    "ReduceGrads",
+    "Reshard",
     "Schedule",
     "Send",
     "Skip",
     "StageId",
+    "Unshard",
 ]

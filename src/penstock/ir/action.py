@@ -1,4 +1,4 @@
-"""What a rank can do: one frozen type per kind of action.
+"""The actions of a rank: one frozen type per kind.
 
 `str()` of an action is its cell in the text format, such as `2F0`: stage 2, forward, microbatch 0.
 """
@@ -12,7 +12,7 @@ from penstock.ir.message import Message, MicrobatchId, StageId
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Runs `stage` on `mb`."""
+    """The forward of `stage` for `mb`."""
 
     stage: StageId
     mb: MicrobatchId
@@ -23,7 +23,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Gradients of the inputs and of the weights of `stage` for `mb`, in one piece."""
+    """The gradients of the inputs and weights of `stage` for `mb`, computed together."""
 
     stage: StageId
     mb: MicrobatchId
@@ -34,7 +34,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
-    """Gradients of the inputs of `stage` for `mb`; its BackwardWeight must follow."""
+    """The gradients of the inputs of `stage` for `mb`; its BackwardWeight must follow."""
 
     stage: StageId
     mb: MicrobatchId
@@ -45,7 +45,7 @@ class BackwardInput:
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight:
-    """Gradients of the weights of `stage` for `mb`; must follow its BackwardInput."""
+    """The gradients of the weights of `stage` for `mb`; must follow its BackwardInput."""
 
     stage: StageId
     mb: MicrobatchId
@@ -75,7 +75,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Sends a message to the rank of the stage that takes it; does not wait."""
+    """A message sent to the rank of the stage that takes it; the send does not wait."""
 
     message: Message
 
@@ -95,10 +95,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Where a rank that takes its messages one by one waits for this one.
+    """The place in an order where a rank waits for one message.
 
-    Penstock's own runtime does not: it posts receives ahead, in the order of each channel, and an
-    action waits for what it needs. So receives are there for other runtimes, in files, and in
+    Penstock's own runtime does not execute it: it posts receives ahead, in the order of each
+    channel, and an action waits for its inputs. Receives are for other runtimes, in files, and for
     `simulate(blocking=True)`.
     """
 
@@ -118,6 +118,39 @@ class Recv:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Unshard:
+    """The gather of the parameters of `stage`, which are sharded over replicas.
+
+    The stage's forwards and input or full backwards need them until its Reshard.
+    """
+
+    stage: StageId
+
+    def __str__(self) -> str:
+        return f"{self.stage}UNSHARD"
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """The end of the gathered parameters of `stage`: their memory is freed."""
+
+    stage: StageId
+
+    def __str__(self) -> str:
+        return f"{self.stage}RESHARD"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGrads:
+    """The sum of the weight gradients of `stage` over replicas, once in a step."""
+
+    stage: StageId
+
+    def __str__(self) -> str:
+        return f"{self.stage}REDUCE_GRAD"
+
+
 def _letter(message: Message) -> str:
     return "B" if message.is_gradient else "F"
 
@@ -125,29 +158,31 @@ def _letter(message: Message) -> str:
 SingleCompute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
 Compute: TypeAlias = SingleCompute | Overlap
 Comm: TypeAlias = Send | Recv
-Action: TypeAlias = Compute | Comm
+Sharding: TypeAlias = Unshard | Reshard | ReduceGrads
+Action: TypeAlias = Compute | Comm | Sharding
 """One thing that a rank does."""
 
 SINGLE_COMPUTE_TYPES = (Forward, Backward, BackwardInput, BackwardWeight)
 COMPUTE_TYPES = (*SINGLE_COMPUTE_TYPES, Overlap)
-# The backwards that the stage before waits for.
+# The backwards that the previous stage waits for.
 URGENT_BACKWARD_TYPES = (Backward, BackwardInput)
 COMM_TYPES = (Send, Recv)
+SHARDING_TYPES = (Unshard, Reshard, ReduceGrads)
 
 
 def is_compute(action: Action) -> TypeGuard[Compute]:
-    """Whether `action` is a forward or backward, or a pair of them."""
+    """Return whether `action` is a forward, a backward or an overlap."""
     return isinstance(action, COMPUTE_TYPES)
 
 
-def parts(action: Action) -> tuple[SingleCompute | Comm, ...]:
-    """The actions in `action` that have a stage of their own: two in an overlap."""
+def parts(action: Action) -> tuple[SingleCompute | Comm | Sharding, ...]:
+    """Return the actions in `action` that have one stage each: two for an overlap."""
     return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
 
 
 def compute_parts(action: Action) -> tuple[SingleCompute, ...]:
-    """The forwards and backwards in `action`: two in an overlap, none in a send or receive."""
-    # Asked of every action by all that goes through a schedule; `match` takes twice as long.
+    """Return the forwards and backwards in `action`: two in an overlap, none if not a compute."""
+    # Called for every action, often: `match` would take twice as long.
     if isinstance(action, SINGLE_COMPUTE_TYPES):
         return (action,)
     if isinstance(action, Overlap):
@@ -155,13 +190,26 @@ def compute_parts(action: Action) -> tuple[SingleCompute, ...]:
     return ()
 
 
+def gathered_stages(action: Action) -> tuple[StageId, ...]:
+    """Return the stages whose parameters `action` needs: those of its F, B and I.
+
+    A weight backward needs none: the input of a layer and the gradient of its output are enough.
+    """
+    return tuple(
+        part.stage for part in compute_parts(action) if not isinstance(part, BackwardWeight)
+    )
+
+
 def in_words(action: Action) -> str:
-    """The action as people say it: 0F3 (forward of microbatch 3 on stage 0)."""
+    """Return the action in words: 0F3 (forward of microbatch 3 on stage 0)."""
     words = {
         Forward: "forward",
         Backward: "backward",
         BackwardInput: "input backward",
         BackwardWeight: "weight backward",
+        Unshard: "gathering the parameters",
+        Reshard: "freeing the gathered parameters",
+        ReduceGrads: "reducing the gradients",
     }
     if isinstance(action, Send | Recv):
         verb, message = "sending" if isinstance(action, Send) else "receiving", action.message
@@ -169,6 +217,8 @@ def in_words(action: Action) -> str:
             f"{verb} the {message.kind} of microbatch {message.mb} "
             f"from stage {message.maker} to stage {message.taker}"
         )
+    elif isinstance(action, SHARDING_TYPES):
+        described = f"{words[type(action)]} of stage {action.stage}"
     else:
         described = " and ".join(
             f"{words[type(part)]} of microbatch {part.mb} on stage {part.stage}"

@@ -4,8 +4,7 @@
     1F0,1B0,1F1,1B1
 
 An empty cell is an idle slot; it says nothing about the order and is dropped.
-So are the cells by which torch gathers and frees sharded parameters.
-A message that skips stages names its other end too, which torch has no cell for: 0SEND_F1>3 goes
+A message that skips stages also names its other end; torch has no cell for this. 0SEND_F1>3 goes
 from stage 0 to stage 3, where it is 3RECV_F1<0.
 """
 
@@ -17,6 +16,7 @@ from typing import Final, NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import (
+    SHARDING_TYPES,
     Action,
     Backward,
     BackwardInput,
@@ -24,8 +24,12 @@ from penstock.ir.action import (
     Forward,
     Overlap,
     Recv,
+    ReduceGrads,
+    Reshard,
     Send,
+    Sharding,
     SingleCompute,
+    Unshard,
     parts,
 )
 from penstock.ir.message import Message, MicrobatchId, StageId
@@ -37,21 +41,27 @@ _COMPUTES: Final[dict[str, Callable[[StageId, MicrobatchId], SingleCompute]]] = 
     "I": BackwardInput,
     "W": BackwardWeight,
 }
-# By how much the stage at the other end differs, between neighbours.
+_SHARDINGS: Final[dict[str, Callable[[StageId], Sharding]]] = {
+    "UNSHARD": Unshard,
+    "RESHARD": Reshard,
+    "REDUCE_GRAD": ReduceGrads,
+}
+# The offset of the stage at the other end, between neighbours.
 _COMMS: Final[dict[str, int]] = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
-# Nine digits are more stages or microbatches than anyone has, and keep numbers within bounds.
+# Nine digits are enough for any number of stages or microbatches, and bound the numbers.
 _SINGLE = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{1,9})([<>][0-9]{1,9})?")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
-_SHARDING = re.compile(r"[0-9]{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)")
+_SHARDING = re.compile(r"([0-9]{1,9})(UNSHARD|RESHARD|REDUCE_GRAD)")
 
 _EXPECTED = (
-    "Expected a cell like 0F1 (stage, kind, microbatch), the kind being one of "
-    f"{', '.join([*_COMPUTES, *_COMMS])}, or a pair like (0F2;3B1)OVERLAP_F_B, or nothing."
+    "Expected a cell like 0F1 (stage, kind, microbatch), where kind is one of "
+    f"{', '.join([*_COMPUTES, *_COMMS])}; or a pair like (0F2;3B1)OVERLAP_F_B; or "
+    f"a stage and one of {', '.join(_SHARDINGS)}; or an empty cell."
 )
 
 
 class Cell(NamedTuple):
-    """An action, and where in the text it was; lines and cells are counted from 1."""
+    """An action and its place in the text; lines and cells are counted from 1."""
 
     action: Action
     line: int
@@ -59,7 +69,7 @@ class Cell(NamedTuple):
 
 
 class ParsedText(NamedTuple):
-    """What a text says: the orders, and what follows from them."""
+    """The orders in a text, with the placement and number of microbatches that follow from them."""
 
     orders: tuple[tuple[Action, ...], ...]
     placement: Placement
@@ -67,7 +77,7 @@ class ParsedText(NamedTuple):
 
 
 def parse_csv(text: str) -> ParsedText:
-    """Reads the format above; the stages that a line names are those that its rank holds."""
+    """Read the format above; a rank holds the stages that its line names."""
     lines = [list(_read_line(row, line)) for line, row in enumerate(_read_rows(text), start=1)]
     if not lines:
         raise _error(1, 1, "the text is empty.", "Expected one line of actions for each rank.")
@@ -80,7 +90,8 @@ def parse_csv(text: str) -> ParsedText:
             )
         for cell in cells:
             for part in parts(cell.action):
-                last_mb = max(last_mb, part.mb)
+                if not isinstance(part, SHARDING_TYPES):
+                    last_mb = max(last_mb, part.mb)
                 first = holder.setdefault(part.stage, cell)
                 if first.line != line:
                     raise _stage_on_two_lines(part.stage, first, cell)
@@ -93,12 +104,12 @@ def parse_csv(text: str) -> ParsedText:
 
 
 def format_csv(orders: tuple[tuple[Action, ...], ...]) -> str:
-    """The orders in the format above, a line ending with a newline for each rank."""
+    """Return the orders in the format above, one line for each rank, each ending with a newline."""
     return "".join(",".join(map(str, order)) + "\n" for order in orders)
 
 
 def parse_cell(cell: str) -> Action | None:
-    """The action that `cell` names, or None if it names none.
+    """Return the action that `cell` names, or None if it names none.
 
     >>> parse_cell("2I3")
     BackwardInput(stage=2, mb=3)
@@ -109,6 +120,8 @@ def parse_cell(cell: str) -> Action | None:
             return _parse_comm(int(stage), kind, int(mb), other)
         if other is None:
             return _COMPUTES[kind](int(stage), int(mb))
+    elif match := _SHARDING.fullmatch(cell):
+        return _SHARDINGS[match[2]](int(match[1]))
     elif match := _OVERLAP.fullmatch(cell):
         match parse_cell(match[1].strip()), parse_cell(match[2].strip()):
             case Forward() as forward, (Backward() | BackwardInput()) as backward:
@@ -117,7 +130,7 @@ def parse_cell(cell: str) -> Action | None:
 
 
 def _parse_comm(stage: StageId, kind: str, mb: MicrobatchId, other: str | None) -> Action | None:
-    """A send or receive; `other` is the other end if it is not a neighbour, such as >3."""
+    """Return a send or receive; `other` is the other end if it is not a neighbour, such as >3."""
     if kind not in _COMMS:
         return None
     offset, is_send = _COMMS[kind], kind.startswith("SEND")
@@ -131,7 +144,7 @@ def _parse_comm(stage: StageId, kind: str, mb: MicrobatchId, other: str | None) 
 
 def _read_rows(text: str) -> list[list[str]]:
     # Spreadsheets may begin a file with a byte order mark. Quotes are left to `_unquote`, because
-    # to the csv module one that stays open joins two lines.
+    # the csv module joins two lines if a quote stays open.
     unmarked = io.StringIO(text.removeprefix("\ufeff"), newline="")
     reader = csv.reader(unmarked, quoting=csv.QUOTE_NONE)
     rows: list[list[str]] = []
@@ -140,14 +153,14 @@ def _read_rows(text: str) -> list[list[str]]:
     except csv.Error as exc:
         raise _error(len(rows) + 1, 1, f"the line cannot be read: {exc}.", _EXPECTED) from exc
     while rows and not rows[-1]:
-        rows.pop()  # Empty lines at the end of a file are no ranks.
+        rows.pop()  # Empty lines at the end of a file are not ranks.
     return rows
 
 
 def _read_line(row: list[str], line: int) -> Iterator[Cell]:
     for number, raw in enumerate(row, start=1):
         cell = _unquote(raw.strip())
-        if not cell or _SHARDING.fullmatch(cell):
+        if not cell:
             continue
         action = parse_cell(cell)
         if action is None:
@@ -157,7 +170,7 @@ def _read_line(row: list[str], line: int) -> Iterator[Cell]:
 
 
 def _unquote(cell: str) -> str:
-    """The cell as spreadsheets mean it that put all text into quotes."""
+    """Return the cell without the quotes that some spreadsheets put around all text."""
     is_quoted = len(cell) >= 2 and cell[0] == cell[-1] == '"'
     return cell[1:-1].strip() if is_quoted else cell
 
@@ -179,7 +192,7 @@ def _check_stages_are_complete(holder: dict[StageId, Cell]) -> None:
             raise _error(
                 last.line,
                 last.cell,
-                f"{last.action} is of stage {max(holder)}, but stage {stage} is on no line.",
+                f"{last.action} is of stage {max(holder)}, but stage {stage} is not on any line.",
                 "Stages are numbered from 0 along the data path: leave no number out.",
             )
 

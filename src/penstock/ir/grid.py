@@ -1,18 +1,19 @@
-"""Draws a schedule as text, one row per rank, one column per unit of time."""
+"""Draw a schedule as text, one row per rank, one column per unit of time."""
 
 from contextlib import suppress
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, Overlap, is_compute, parts
+from penstock.ir.action import SHARDING_TYPES, Action, Overlap, is_compute, parts
 from penstock.ir.message import Message
 from penstock.ir.schedule import Schedule
 from penstock.ir.walking import walk
 
 
 def format_grid(schedule: Schedule) -> str:
-    """The schedule as if each compute action took one unit and communication none.
+    """Return the schedule as if each compute action took one unit and all others none.
 
-    A dot is idle time. A rank that waits forever ends in `!` and what it could not run.
+    Only compute actions are shown. A dot is idle time. A rank that waits forever ends in `!` and
+    the actions that it could not run.
     """
     rows = _lay_out(schedule)
     width = max((len(cell) for row in rows for cell in row), default=0)
@@ -27,7 +28,7 @@ def _lay_out(schedule: Schedule) -> list[list[str]]:
     rows: list[list[str]] = [[] for _ in schedule.orders]
     done = [0] * len(rows)
     available: dict[Message, int] = {}
-    # A schedule that nobody has verified must be drawn too, so as to see what is wrong with it.
+    # A schedule that was not verified must be drawn too, to show what is wrong with it.
     with suppress(ScheduleError):
         for rank, action, needed, delivered in walk(schedule) if _is_in_range(schedule) else ():
             done[rank] += 1
@@ -46,7 +47,7 @@ def _lay_out(schedule: Schedule) -> list[list[str]]:
 def _is_in_range(schedule: Schedule) -> bool:
     stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
     return all(stage in stages for skip in schedule.skips for stage in skip) and all(
-        part.stage in stages and part.mb in microbatches
+        part.stage in stages and (isinstance(part, SHARDING_TYPES) or part.mb in microbatches)
         for order in schedule.orders
         for action in order
         for part in parts(action)

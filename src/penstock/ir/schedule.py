@@ -8,6 +8,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import (
     COMM_TYPES,
     COMPUTE_TYPES,
+    SHARDING_TYPES,
     Action,
     Backward,
     BackwardWeight,
@@ -23,7 +24,7 @@ from penstock.ir.placement import Placement
 class Schedule:
     """The orders of all ranks, with the placement.
 
-    `str()` draws it, `to_csv()` writes it. Making one checks little; `verify()` checks all.
+    `str()` draws it, `to_csv()` writes it. The constructor checks little; `verify()` checks all.
 
     >>> schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n")
     >>> schedule
@@ -37,9 +38,11 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     has_comms: bool = field(init=False, compare=False)
-    """Whether there are sends, with or without receives."""
+    """True if there are sends, with or without receives."""
+    has_sharding: bool = field(init=False, compare=False)
+    """True if there are actions that gather or free parameters, or reduce gradients."""
     skips: frozenset[Skip] = field(init=False, compare=False)
-    """Between which stages messages are sent that are not neighbours; `add_sends` adds them."""
+    """The pairs of stages, not neighbours, with messages between them; `add_sends` adds them."""
 
     def __init__(
         self,
@@ -59,23 +62,25 @@ class Schedule:
         object.__setattr__(self, "placement", placement)
         object.__setattr__(self, "num_microbatches", num_microbatches)
         object.__setattr__(self, "has_comms", not kinds.isdisjoint(COMM_TYPES))
+        object.__setattr__(self, "has_sharding", not kinds.isdisjoint(SHARDING_TYPES))
         object.__setattr__(self, "skips", _find_skips(frozen) if self.has_comms else frozenset())
 
     @classmethod
     def from_csv(cls, text: str) -> "Schedule":
-        """Reads PyTorch's text format, with or without communication."""
+        """Read PyTorch's text format, with or without communication."""
         if not isinstance(text, str):
             raise ScheduleError(
-                f"The text is a {type(text).__name__}. Give what the file holds: path.read_text()."
+                f"The text is a {type(text).__name__}. "
+                "Give the contents of the file: path.read_text()."
             )
         return cls(*parse_csv(text))
 
     def with_orders(self, orders: Iterable[Iterable[Action]]) -> "Schedule":
-        """The same placement and number of microbatches, in other orders."""
+        """Return a schedule of the same placement and number of microbatches, in other orders."""
         return Schedule(orders, self.placement, self.num_microbatches)
 
     def to_csv(self) -> str:
-        """The schedule in PyTorch's text format; if it verifies, `from_csv` gives an equal one."""
+        """Return PyTorch's text format; if the schedule verifies, `from_csv` gives an equal one."""
         return format_csv(self.orders)
 
     def verify(
@@ -84,14 +89,14 @@ class Schedule:
         costs: Footprint | None = None,
         memory: float | Iterable[float] | None = None,
     ) -> None:
-        """Raises a ScheduleError if this cannot be run; see `penstock.passes.verify`."""
+        """Raise a ScheduleError if the schedule cannot run; see `penstock.passes.verify`."""
         from penstock.passes.verification import verify
 
         verify(self, costs=costs, memory=memory)
 
     @property
     def has_backward(self) -> bool:
-        """Whether it trains, and is not for inference alone."""
+        """True if the schedule trains; False if it is for inference only."""
         return any(
             not isinstance(part, Forward)
             for order in self.orders
@@ -101,10 +106,10 @@ class Schedule:
 
     @property
     def adds_in_order(self) -> bool:
-        """Whether every stage adds up its weight gradients in the order of microbatches.
+        """True if every stage adds up its weight gradients in the order of microbatches.
 
-        Such schedules give one model the same gradients to the last bit, split or not, unless it
-        draws random numbers; docs/design.md has one more exception.
+        All such schedules give a model the same gradients, bit for bit, with full or split
+        backwards, unless it draws random numbers; docs/design.md has one more exception.
         """
         return all(
             mbs == sorted(mbs)
@@ -126,7 +131,7 @@ class Schedule:
 
     @property
     def counts(self) -> tuple[str, str, str, str]:
-        """How many ranks, stages, microbatches and actions there are, in words."""
+        """The numbers of ranks, stages, microbatches and actions, in words."""
         return (
             _count(self.num_ranks, "rank"),
             _count(self.num_stages, "stage"),
@@ -138,7 +143,7 @@ class Schedule:
         return f"Schedule({', '.join(self.counts)})"
 
     def __str__(self) -> str:
-        from penstock.ir.grid import format_grid  # It draws what is defined here.
+        from penstock.ir.grid import format_grid  # It imports this module.
 
         return format_grid(self)
 
@@ -146,7 +151,7 @@ class Schedule:
 def _freeze(order: Iterable[Action]) -> tuple[Action, ...]:
     if not isinstance(order, Iterable):
         raise ScheduleError(
-            f"The orders hold {order}, which is no order. Give a list of actions for each rank."
+            f"The orders hold {order}, which is not an order. Give a list of actions for each rank."
         )
     return tuple(order)
 
@@ -162,7 +167,7 @@ def _find_skips(orders: tuple[tuple[Action, ...], ...]) -> frozenset[Skip]:
 
 
 def _added_microbatches(order: tuple[Action, ...]) -> dict[StageId, list[MicrobatchId]]:
-    """By stage, the microbatches whose weight gradients a rank adds, in its order."""
+    """Return, by stage, the microbatches whose weight gradients a rank adds, in order."""
     added: dict[StageId, list[MicrobatchId]] = {}
     for action in order:
         for part in compute_parts(action):
@@ -195,9 +200,9 @@ def _check(
         raise ScheduleError(
             f"num_microbatches is {num_microbatches!r}. Expected a whole number, at least 1."
         )
-    if strange := kinds.difference(COMPUTE_TYPES, COMM_TYPES):
+    if strange := kinds.difference(COMPUTE_TYPES, COMM_TYPES, SHARDING_TYPES):
         names = ", ".join(sorted(kind.__name__ for kind in strange))
         raise ScheduleError(
-            f"An order holds {names}, which is no action. "
+            f"An order holds {names}, which is not an action. "
             "Use the types of penstock.ir, such as Forward(0, 1)."
         )

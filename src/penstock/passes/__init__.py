@@ -1,7 +1,18 @@
 """Changes and checks of schedules, each a pure function."""
 
 from penstock.passes.backward_halves import fuse_backward, split_backward
+from penstock.passes.gathering import Gathers, add_gathers, remove_gathers
 from penstock.passes.sends_and_skips import add_comms, add_sends, remove_comms
 from penstock.passes.verification import verify
 
-__all__ = ["add_comms", "add_sends", "fuse_backward", "remove_comms", "split_backward", "verify"]
+__all__ = [
+    "Gathers",
+    "add_comms",
+    "add_gathers",
+    "add_sends",
+    "fuse_backward",
+    "remove_comms",
+    "remove_gathers",
+    "split_backward",
+    "verify",
+]

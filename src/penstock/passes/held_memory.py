@@ -1,4 +1,4 @@
-"""How much activation memory a rank holds along its order; time plays no part in it."""
+"""The memory that a rank holds along its order; times do not matter."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -8,40 +8,41 @@ from typing import Final, NamedTuple
 
 from penstock.costs.footprint import Footprint
 from penstock.errors import CostError
-from penstock.ir import Backward, BackwardInput, Forward, Schedule
+from penstock.ir import Backward, BackwardInput, Forward, Reshard, Schedule, Unshard
 from penstock.ir.action import compute_parts
 
 ROUNDING: Final = 1 + 1e-9  # Sums of the same numbers in another order may differ by this much.
 
 
 class EvenFootprint(NamedTuple):
-    """A footprint made of numbers alone."""
+    """A footprint that is only numbers."""
 
     after_forward: tuple[float, ...]
     after_input: tuple[float, ...]
+    gathered: tuple[float, ...]
 
 
 def whole_shares(schedule: Schedule) -> EvenFootprint:
-    """The footprint by which a microbatch holds 1 on all stages of a rank together."""
+    """Return the footprint with which a microbatch holds 1 on all stages of a rank together."""
     ranks = schedule.placement.ranks
     num_held = Counter(ranks)
     share = tuple(1 / num_held[rank] for rank in ranks)
-    return EvenFootprint(share, share)
+    return EvenFootprint(share, share, (0.0,) * len(ranks))
 
 
 class Held(NamedTuple):
-    """Memory held while an action runs, and when it has ended."""
+    """The memory held while an action runs, and after it has ended."""
 
     during: float
     after: float
 
 
 def check_stages(schedule: Schedule, footprint: Footprint) -> None:
-    """Raises if the costs are not those of the schedule's stages."""
+    """Raise an error if the costs are not for the schedule's stages."""
     num_stages = len(footprint.after_forward)
     if num_stages != schedule.num_stages:
         raise CostError(
-            f"The costs are of {num_stages} stages, but the schedule has {schedule.num_stages}. "
+            f"The costs are for {num_stages} stages, but the schedule has {schedule.num_stages}. "
             "Give costs for each stage."
         )
 
@@ -49,7 +50,7 @@ def check_stages(schedule: Schedule, footprint: Footprint) -> None:
 def cap_of_each_rank(
     name: str, memory: float | Iterable[float], num_ranks: int
 ) -> tuple[float, ...]:
-    """What each rank may hold, given one number for all or one for each; `name` is for errors."""
+    """Return the cap of each rank, given one for all or one for each; `name` is for errors."""
     caps = tuple(memory) if isinstance(memory, Iterable) else (memory,) * num_ranks
     if len(caps) != num_ranks:
         raise CostError(
@@ -61,28 +62,50 @@ def cap_of_each_rank(
     return tuple(map(float, caps))
 
 
-def held_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterator[Held]:
-    """What `rank` holds at each position of its order.
+class Change(NamedTuple):
+    """The memory that an action allocates when it starts, and frees when it ends."""
 
-    A forward allocates when it starts; a backward frees when it ends. Without any backward in the
-    order, as in inference, nothing is kept for one and a forward frees what it allocated.
+    allocated: float
+    freed: float
+
+
+def held_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterator[Held]:
+    """Yield the memory that `rank` holds at each position of its order."""
+    held = 0.0
+    for change in changes_along(schedule, rank, footprint):
+        during = held + change.allocated
+        held = round_off(during - change.freed, during)
+        yield Held(during, held)
+
+
+def changes_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterator[Change]:
+    """Yield what each action of `rank` changes.
+
+    A forward allocates when it starts; a backward frees when it ends. If the order has no backward,
+    as in inference, a forward frees what it allocated. A gather allocates until its free.
     """
     order = schedule.orders[rank]
     keeps = any(not isinstance(part, Forward) for action in order for part in compute_parts(action))
     after_forward, after_input = footprint.after_forward, footprint.after_input
-    held = 0.0
     for action in order:
         allocated = freed = 0.0
+        if isinstance(action, Unshard):
+            allocated = footprint.gathered[action.stage]
+        elif isinstance(action, Reshard):
+            freed = footprint.gathered[action.stage]
         for part in compute_parts(action):
             if isinstance(part, Forward):
                 allocated += after_forward[part.stage]
+                freed += 0.0 if keeps else after_forward[part.stage]
             elif isinstance(part, Backward):
                 freed += after_forward[part.stage]
             elif isinstance(part, BackwardInput):
                 freed += after_forward[part.stage] - after_input[part.stage]
             else:
                 freed += after_input[part.stage]
-        during = held + allocated
-        held = during - freed if keeps else held
-        held = 0.0 if abs(held) < 1e-12 * during else held  # What rounding leaves is nothing.
-        yield Held(during, held)
+        yield Change(allocated, freed)
+
+
+def round_off(held: float, before: float) -> float:
+    """Return the memory that is left of `before`; a rest from rounding counts as zero."""
+    return 0.0 if abs(held) < 1e-12 * before else held

@@ -1,21 +1,21 @@
-"""Adds the sends and receives of a schedule, and takes them out again."""
+"""Add the sends and receives of a schedule, and remove them again."""
 
 from collections.abc import Iterable, Iterator
 
 from penstock.errors import ScheduleError
 from penstock.ir import Action, Message, Recv, Schedule, Send, Skip
-from penstock.ir.action import is_compute
+from penstock.ir.action import COMM_TYPES
 from penstock.ir.dataflow import Dataflow, sent_by
 from penstock.ir.message import Channel
 from penstock.passes.verification import verify
 
 
 def add_sends(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Schedule:
-    """The schedule as it is executed: a send after each action whose result another rank needs.
+    """Return the schedule with a send after each action whose result another rank needs.
 
-    `skips` are pairs of stages, not neighbours, of which the second uses a value that the first
-    makes. Sends that are there already stay where they are. Receives are left out: the runtime
-    posts them ahead.
+    This is how it is executed. `skips` are pairs of stages, not neighbours, of which the second
+    uses a value that the first makes. Existing sends stay where they are. Receives are left out:
+    the runtime posts them ahead.
 
     >>> print(add_sends(Schedule.from_csv("0F0\\n1F0\\n2F0\\n"), [(0, 2)]).to_csv(), end="")
     0F0,0SEND_F0,0SEND_F0>2
@@ -29,10 +29,10 @@ def add_sends(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Sche
 
 
 def add_comms(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Schedule:
-    """The schedule with its sends, as `add_sends` adds them, and a receive for each.
+    """Return the schedule with its sends, as `add_sends` adds them, and a receive for each.
 
     A receive comes right before the action that needs it, after those that were sent before it,
-    so that both ends of a channel see the messages in one order.
+    so that both ends of a channel have the messages in the same order.
 
     >>> print(add_comms(Schedule.from_csv("0F0,0B0\\n1F0,1B0\\n")).to_csv(), end="")
     0F0,0SEND_F0,0RECV_B0,0B0
@@ -41,7 +41,7 @@ def add_comms(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Sche
     if schedule.has_comms:
         raise ScheduleError(
             "The schedule already has sends and receives. "
-            "Give add_comms one without, such as remove_comms returns."
+            "Give add_comms a schedule without them, such as remove_comms returns."
         )
     with_sends = add_sends(schedule, skips)
     flow = Dataflow(with_sends)
@@ -56,8 +56,11 @@ def add_comms(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Sche
 
 
 def remove_comms(schedule: Schedule) -> Schedule:
-    """The schedule without its sends and receives."""
-    return schedule.with_orders(filter(is_compute, order) for order in schedule.orders)
+    """Return the schedule without its sends and receives."""
+    return schedule.with_orders(
+        [action for action in order if not isinstance(action, COMM_TYPES)]
+        for order in schedule.orders
+    )
 
 
 def _checked(skips: Iterable[tuple[int, int]], num_stages: int) -> Iterator[Skip]:
@@ -65,7 +68,7 @@ def _checked(skips: Iterable[tuple[int, int]], num_stages: int) -> Iterator[Skip
         if not 0 <= source < target - 1 < num_stages - 1:
             raise ScheduleError(
                 f"skips has ({source}, {target}). Expected stages from 0 to {num_stages - 1}, the "
-                "second at least two after the first: neighbours have their messages already."
+                "second at least two after the first: neighbours already have their messages."
             )
         yield Skip(source, target)
 

@@ -1,4 +1,4 @@
-"""Proves that a schedule can be run, before anything is: complete, in order, free of deadlock."""
+"""Prove that a schedule can run, before it does: complete, in order, free of deadlock."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from penstock.ir import (
     Schedule,
     Send,
 )
-from penstock.ir.action import COMM_TYPES, Comm, SingleCompute, parts
+from penstock.ir.action import COMM_TYPES, SHARDING_TYPES, Comm, Sharding, SingleCompute, parts
 from penstock.ir.excerpts import error_at
 from penstock.ir.walking import walk
 from penstock.passes.held_memory import (
@@ -23,6 +23,7 @@ from penstock.passes.held_memory import (
     whole_shares,
 )
 from penstock.passes.message_rules import check_comms
+from penstock.passes.sharding_rules import check_sharding
 
 
 def verify(
@@ -31,15 +32,19 @@ def verify(
     costs: Footprint | None = None,
     memory: float | Iterable[float] | None = None,
 ) -> None:
-    """Raises a ScheduleError at the first rule that `schedule` breaks; time linear in its actions.
+    """Raise a ScheduleError at the first rule that `schedule` breaks; time linear in its actions.
 
-    1. Every action is on the rank of its stage, and there once.
-    2. I or B comes after F, and W after I; nothing is missing. A schedule may do without any
-       backward, for inference.
-    3. Sends and receives, if there are any, are there for each message between ranks, on the right
-       side of the action they serve, and in one order at both ends of a channel.
-    4. No ranks wait for each other in a circle.
-    5. No rank holds more than `memory` (one for all, or one for each) by the memory of `costs`;
+    1. Every action is on the rank of its stage, and occurs once.
+    2. I or B comes after F, and W after I; nothing is missing. For inference, a schedule may have
+       no backwards at all.
+    3. If there are sends or receives, each message between ranks has a send, after the action that
+       makes it. If there are receives, each message has one, before the action that needs it, and
+       both ends of a channel have the same order.
+    4. Stages that are gathered and freed are gathered at each of their F, B and I. No gather is of
+       a gathered stage, and no free of a freed one. The gradients of a stage are reduced at most
+       once, after its last B or W.
+    5. No ranks wait for each other in a circle.
+    6. No rank holds more than `memory` (one cap for all, or one for each) by the memory of `costs`;
        without `costs` the unit is a microbatch on all stages of a rank.
     """
     check_orders(schedule)
@@ -52,14 +57,16 @@ def verify(
 
 
 def check_orders(schedule: Schedule) -> None:
-    """Rules 1 to 3: all that can be said without going from rank to rank."""
+    """Check rules 1 to 4, which do not need a walk through all ranks."""
     _check_actions(schedule)
     if schedule.has_comms:
         check_comms(schedule)
+    if schedule.has_sharding:
+        check_sharding(schedule)
 
 
 class _Seen:
-    """Which forwards and halves of backwards have come up, as stage * num_microbatches + mb."""
+    """The forwards and halves of backwards seen so far, as stage * num_microbatches + mb."""
 
     def __init__(self) -> None:
         self.forwards: set[int] = set()
@@ -77,7 +84,7 @@ def _check_actions(schedule: Schedule) -> None:
                     rank,
                     position,
                     f"{action} overlaps a forward and a backward of microbatch {action.forward.mb}",
-                    "The backward needs that forward to be over. Overlap two microbatches.",
+                    "The backward needs that forward to be done. Overlap two microbatches.",
                 )
             for part in parts(action):
                 if (fault := _find_fault(schedule, rank, part, seen)) is not None:
@@ -86,25 +93,28 @@ def _check_actions(schedule: Schedule) -> None:
 
 
 def _find_fault(
-    schedule: Schedule, rank: Rank, part: SingleCompute | Comm, seen: _Seen
+    schedule: Schedule, rank: Rank, part: SingleCompute | Comm | Sharding, seen: _Seen
 ) -> tuple[str, str] | None:
-    """What is wrong with `part` after what has been seen, and the rule; adds it to the seen."""
-    stage, mb = part.stage, part.mb
+    """Return what is wrong with `part` after those seen, and the rule; or add it to those seen."""
+    stage = part.stage
     if not 0 <= stage < schedule.num_stages:
         return (
             f"{part} is of stage {stage}, which does not exist",
             f"The placement has stages 0 to {schedule.num_stages - 1}.",
-        )
-    if not 0 <= mb < schedule.num_microbatches:
-        return (
-            f"{part} is of microbatch {mb}, which does not exist",
-            f"The schedule has microbatches 0 to {schedule.num_microbatches - 1}.",
         )
     holder = schedule.placement.ranks[stage]
     if holder != rank:
         return (
             f"{part} is of stage {stage}, which is on rank {holder}",
             "An action must be on the rank that holds its stage. Move it, or change the placement.",
+        )
+    if isinstance(part, SHARDING_TYPES):
+        return None
+    mb = part.mb
+    if not 0 <= mb < schedule.num_microbatches:
+        return (
+            f"{part} is of microbatch {mb}, which does not exist",
+            f"The schedule has microbatches 0 to {schedule.num_microbatches - 1}.",
         )
     if isinstance(part, COMM_TYPES):
         end = part.message.taker if isinstance(part, Send) else part.message.maker
@@ -119,15 +129,15 @@ def _find_fault(
     for keys in done:
         if key in keys:
             return (
-                f"{part} repeats what was done before",
-                "Each forward, input backward and weight backward must be there once; "
+                f"{part} repeats work that is already done",
+                "Each forward, input backward and weight backward must occur once; "
                 "a full backward counts as both halves. Remove one.",
             )
     if needed is not None and key not in needed:
         kind, letter = ("forward", "F") if needed is seen.forwards else ("input backward", "I")
         return (
             f"{part} runs before {stage}{letter}{mb}",
-            f"It must follow the {kind} of the same stage and microbatch. Move it behind.",
+            f"It must follow the {kind} of the same stage and microbatch. Move it later.",
         )
     for keys in done:
         keys.add(key)
@@ -137,7 +147,7 @@ def _find_fault(
 def _does_and_needs(
     part: SingleCompute, seen: _Seen
 ) -> tuple[tuple[set[int], ...], set[int] | None]:
-    """What `part` does, and what must have been done before."""
+    """Return the sets that `part` belongs to, and the set that it must follow."""
     if isinstance(part, Forward):
         return (seen.forwards,), None
     if isinstance(part, Backward):
@@ -165,8 +175,8 @@ def _check_complete(schedule: Schedule, seen: _Seen) -> None:
                 rank,
                 len(schedule.orders[rank]),
                 f"{name} is missing",
-                f"Every stage needs a forward of each of the {schedule.num_microbatches} "
-                "microbatches and, if there are backwards at all, B, or I and W. Add it.",
+                f"Every stage needs a forward for each of the {schedule.num_microbatches} "
+                "microbatches and, if the schedule has backwards, B, or I and W. Add it.",
             )
 
 

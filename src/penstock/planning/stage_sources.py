@@ -1,4 +1,4 @@
-"""Stages on ranks with what they take, from a table of stages or from layers."""
+"""Stages with their placement and costs, from a table of stages or from layers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from penstock.solver.placement_choices import default_placements
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked, beside the model."""
+    """The arguments of a plan other than the model."""
 
     num_ranks: int
     memory: float
-    """Of each rank; infinite if it does not matter."""
+    """The memory of each rank; infinite if it is not limited."""
     delay: float
     overhead: float
     stages_per_rank: Sequence[int]
@@ -28,13 +28,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A number of microbatches, and stages on ranks: all but the schedule."""
+    """A number of microbatches, and stages on ranks: everything except the schedule."""
 
     num_microbatches: int
     placement: Placement
     costs: CostTable
     caps: tuple[float, ...]
-    """What each rank may hold of activations."""
+    """The most activation memory that each rank may hold."""
     parameter_memory: tuple[float, ...]
     partition: Partition | None
     cut_points: tuple[str, ...]
@@ -42,13 +42,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why there are no choices, and with how much memory on each rank there would be."""
+    """The reason why there are no choices, and the memory per rank with which there would be."""
 
     reason: str
     least_memory: float = inf
-    """Infinite if more memory is no help."""
+    """The least memory per rank that would help; infinite if none would."""
     cut_points: tuple[str, ...] = ()
-    """The cut that fits in it."""
+    """The cut that fits in `least_memory`."""
 
     @classmethod
     def for_memory(cls, least: float, cut_points: tuple[str, ...]) -> "Refusal":
@@ -57,25 +57,25 @@ class Refusal:
 
 
 class AbstractSource(ABC):
-    """Where stages come from."""
+    """A source of stages: a table, or layers to cut."""
 
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """Samples in the batch."""
+        """The number of samples in the batch."""
 
     @property
     @abstractmethod
     def placements(self) -> list[Placement]:
-        """Those to choose from."""
+        """The placements to choose from."""
 
     @abstractmethod
     def choices(self, num_microbatches: int, placement: Placement) -> list[Choice] | Refusal:
-        """The cuts that fit in memory, at least one."""
+        """Return at least one choice that fits in memory, or the reason why there is none."""
 
 
 class TableSource(AbstractSource):
-    """Stages as they are, with costs that were measured for microbatches of some size."""
+    """Stages that are already cut, with costs measured for microbatches of one size."""
 
     def __init__(self, table: CostTable, mb_size: int, batch_size: int, request: Request) -> None:
         self._table, self._mb_size, self._batch_size = table, mb_size, batch_size
@@ -83,7 +83,7 @@ class TableSource(AbstractSource):
         count, rest = divmod(table.num_stages, request.num_ranks)
         if rest or not count:
             raise ScheduleError(
-                f"The costs are of {table.num_stages} stages, which cannot be shared out evenly "
+                f"The costs are for {table.num_stages} stages, which cannot be divided evenly "
                 f"among {request.num_ranks} ranks. Expected as many stages as ranks, or a "
                 "multiple: measure such stages, or give the costs of layers, which are cut to fit."
             )
@@ -110,6 +110,10 @@ class TableSource(AbstractSource):
             delay=[max(delay, request.delay) for delay in table.delay],
             message_bytes=[size * factor for size in table.message_bytes],
             bandwidth=table.bandwidth,
+            # Parameters do not depend on the size of microbatches.
+            gather=table.gather,
+            reduce=table.reduce,
+            gathered=table.gathered,
             overlap_saving=table.overlap_saving,
         )
         least = max(sum_by_rank(costs.after_forward, placement))
@@ -120,19 +124,19 @@ class TableSource(AbstractSource):
         return [Choice(num_microbatches, placement, costs, caps, nothing, None, ())]
 
     def _scale(self, times: Sequence[float], factor: float) -> list[float]:
-        """Times for other microbatches; the overhead is in them, and stays as it is."""
+        """Return times for microbatches of another size; the overhead in them is not scaled."""
         fixed = [min(self._request.overhead, time) for time in times]
         return [part + (time - part) * factor for part, time in zip(fixed, times, strict=True)]
 
 
 def placements(num_ranks: int, stages_per_rank: Sequence[int]) -> list[Placement]:
-    """Loops and Vs with these numbers of stages on each rank; with one stage, both are a line."""
+    """Return loops and Vs with these numbers of stages per rank; with one, both are linear."""
     found = [default_placements(num_ranks * count, num_ranks) for count in stages_per_rank]
     return list(dict.fromkeys(placement for some in found for placement in some))
 
 
 def sum_by_rank(values: Sequence[float], placement: Placement) -> tuple[float, ...]:
-    """What the stages of each rank have together."""
+    """Return the sums of the values of each rank's stages."""
     return tuple(
         sum(values[stage] for stage in placement.stages_of(rank))
         for rank in range(placement.num_ranks)
@@ -142,7 +146,10 @@ def sum_by_rank(values: Sequence[float], placement: Placement) -> tuple[float, .
 def leave_for_activations(
     memory: float, parameter_memory: Sequence[float], least: Sequence[float]
 ) -> tuple[float, ...]:
-    """What is left on each rank, and no less than one microbatch takes, which is known to fit."""
+    """Return the memory left on each rank, at least enough for one microbatch.
+
+    One microbatch is known to fit.
+    """
     if memory == inf:
         return (inf,) * len(least)
     pairs = zip(parameter_memory, least, strict=True)

@@ -1,7 +1,12 @@
-"""Computes when every action starts and ends.
+"""Compute when every action starts and ends.
 
 The orders are fixed, so an action starts when its rank is free and its inputs have arrived.
-Along a walk both are known, and nothing is left to decide: the result depends on no tie.
+Along a walk both are known, and nothing is left to decide: there are no ties to break.
+
+Gathers and reductions run on a lane of their own beside the computes of a rank, one after another:
+
+    rank 0  computes     [0F0     ][0F1     ][ waits ][1F0     ]
+            collectives  [gather 1                   ]
 """
 
 from penstock.costs import CostTable
@@ -12,10 +17,15 @@ from penstock.ir import (
     BackwardWeight,
     Forward,
     Overlap,
+    Rank,
     Recv,
+    ReduceGrads,
     Schedule,
     Send,
+    StageId,
+    Unshard,
 )
+from penstock.ir.action import SHARDING_TYPES, Sharding, gathered_stages
 from penstock.ir.dataflow import Dataflow
 from penstock.ir.message import Channel, Message
 from penstock.ir.walking import walk
@@ -32,12 +42,12 @@ def simulate(
     *,
     blocking: bool = False,
 ) -> Report:
-    """Computes when every action of `schedule` starts and ends, and what follows from it.
+    """Simulate `schedule` under `costs`: compute when every action starts and ends.
 
-    Verifies the schedule too. Without `costs`, each rank's share of F, I and W takes 1 each,
+    This also verifies the schedule. Without `costs`, each rank's share of F, I and W takes 1 each,
     messages take no time, and a microbatch holds 1 of memory on a rank.
-    Communication overlaps compute. If `blocking`, it does not: a send keeps its rank until the
-    message has arrived, and a receive waits for it.
+    Communication overlaps compute. If `blocking`, it does not: a send keeps its rank busy until the
+    message has arrived, a receive waits for it, and a rank waits for its gathers and reductions.
 
     >>> from penstock import schedules
     >>> schedule = schedules.get("ZB-H2")(num_ranks=4, num_microbatches=8)
@@ -54,7 +64,7 @@ def simulate(
 
 
 def duration(action: Action, costs: CostTable) -> float:
-    """How long `action` keeps its rank; communication that overlaps keeps it no time."""
+    """Return the time that `action` keeps its rank from computing, unless communication blocks."""
     if isinstance(action, Forward):
         return costs.forward[action.stage]
     if isinstance(action, Backward):
@@ -70,19 +80,27 @@ def duration(action: Action, costs: CostTable) -> float:
 
 
 def run(schedule: Schedule, costs: CostTable, *, blocking: bool = False) -> Timeline:
-    """The timeline of a schedule whose orders have been checked.
+    """Return the timeline of a schedule whose orders have been checked.
 
-    Communication overlaps compute, and only who needs a message waits for it.
-    If `blocking`, a send keeps its rank until the message has arrived, and a receive waits for it;
-    the schedule must then have communication.
+    Communication overlaps compute, and only the action that needs a message waits for it.
+    If `blocking`, a send keeps its rank busy until the message has arrived, and a receive waits
+    for it; the schedule must then have communication.
     """
     network = _Network(schedule, costs)
+    collectives = _Collectives(schedule, costs)
     arrivals: dict[Message, float] = {}
     starts: list[list[float]] = [[] for _ in schedule.orders]
     ends: list[list[float]] = [[] for _ in schedule.orders]
     free = [0.0] * schedule.num_ranks
     for rank, action, needed, delivered in walk(schedule, blocking=blocking):
-        start = free[rank]
+        if isinstance(action, SHARDING_TYPES):
+            start, end = collectives.run(rank, action, free[rank])
+            starts[rank].append(start)
+            ends[rank].append(end)
+            if blocking:
+                free[rank] = end
+            continue
+        start = collectives.wait(action, free[rank]) if schedule.has_sharding else free[rank]
         for key in needed:
             arrival = arrivals[key]
             if arrival > start:
@@ -93,7 +111,7 @@ def run(schedule: Schedule, costs: CostTable, *, blocking: bool = False) -> Time
             if blocking and isinstance(action, Send):
                 end = arrivals[key]
         if blocking and isinstance(action, Recv):
-            start = free[rank]  # What it waits is part of it, as of a send.
+            start = free[rank]  # Its wait is part of it, as in a send.
         free[rank] = end
         starts[rank].append(start)
         ends[rank].append(end)
@@ -101,18 +119,18 @@ def run(schedule: Schedule, costs: CostTable, *, blocking: bool = False) -> Time
 
 
 class _Network:
-    """What messages cost on each edge, and what the last one on each channel left behind."""
+    """The cost of messages on each edge, and the times of the last message on each channel."""
 
     def __init__(self, schedule: Schedule, costs: CostTable) -> None:
         self._flow = Dataflow(schedule)
         self._delays, self._transfers = costs.delay, costs.transfer
-        # Messages that take the same time cannot get into each other's way.
+        # Messages that take the same time cannot delay each other.
         self._can_queue = any(costs.transfer) or len(set(costs.delay)) > 1
         self._free_at: dict[Channel, float] = {}
         self._last_arrival: dict[Channel, float] = {}
 
     def send(self, message: Message, time: float) -> float:
-        """When a message arrives that is sent at `time`; those of a channel stay in order."""
+        """Return when a message sent at `time` arrives; the messages of a channel stay in order."""
         if not self._flow.is_sent(message):
             return time
         delay, transfer = self._cost(message)
@@ -126,7 +144,7 @@ class _Network:
         return arrival
 
     def _cost(self, message: Message) -> tuple[float, float]:
-        """The delay and the transfer of an edge, or of the slowest of those that are skipped."""
+        """Return the delay and the transfer of an edge, or of the slowest edge that is skipped."""
         skip = message.skip
         if skip is None:
             return self._delays[message.edge], self._transfers[message.edge]
@@ -134,8 +152,37 @@ class _Network:
         return max(self._delays[passed]), max(self._transfers[passed])
 
 
+class _Collectives:
+    """The times of gathers and reductions, which run beside the computes of their rank."""
+
+    def __init__(self, schedule: Schedule, costs: CostTable) -> None:
+        self._costs = costs
+        self._free_at = [0.0] * schedule.num_ranks
+        self._gathered_at: dict[StageId, float] = {}
+
+    def run(self, rank: Rank, action: Sharding, issued: float) -> tuple[float, float]:
+        """Return when an action that is issued at a time starts and ends."""
+        stage = action.stage
+        if isinstance(action, Unshard):
+            length = self._costs.gather[stage]
+        elif isinstance(action, ReduceGrads):
+            length = self._costs.reduce[stage]
+        else:  # A free takes no time, but the gather must have ended.
+            time = max(issued, self._gathered_at[stage])
+            return time, time
+        start = max(issued, self._free_at[rank])
+        end = self._free_at[rank] = start + length
+        if isinstance(action, Unshard):
+            self._gathered_at[stage] = end
+        return start, end
+
+    def wait(self, action: Action, time: float) -> float:
+        """Return when the stages that a compute needs are gathered, but not before `time`."""
+        return max([time, *(self._gathered_at.get(s, 0.0) for s in gathered_stages(action))])
+
+
 def _unit_costs(schedule: Schedule) -> CostTable:
-    share, _ = whole_shares(schedule)
+    share = whole_shares(schedule).after_forward
     return CostTable(
         forward=share,
         backward_input=share,

@@ -1,4 +1,4 @@
-"""Finds the schedule for given costs and memory."""
+"""Search for the best schedule for given costs and memory."""
 
 import random
 import time
@@ -18,6 +18,7 @@ from penstock.solver.bounds import lower_bound
 from penstock.solver.dispatch_policies import grid, vary
 from penstock.solver.dispatching import Policy, dispatch
 from penstock.solver.evaluation import evaluate, peak_memory
+from penstock.solver.gathered_search import Found, GatherChoice, search_with_gathers
 from penstock.solver.placement_choices import check_placements, default_placements, describe
 from penstock.solver.problem import (
     FULL,
@@ -34,11 +35,12 @@ from penstock.solver.safe_schedules import one_at_a_time
 from penstock.solver.search_result import SearchResult, Tried
 from penstock.timeline import Report
 
-_FAR_BEHIND = 1.05  # A placement that takes so much longer than another is not looked into further.
-_NUM_STARTS = 4  # From how many of the best orders moves begin, and how warm it is then: in times
-_HEATS, _LAST_HEATS = (0.2, 0.8, 2.4), (0.3, 0.1, 0.1)  # of a mean action, and for the last walks.
-_LAST_LENGTH = 3  # How many times as long the last walks are.
-# How much is tried with an effort of 1, the less the more actions there are:
+_FAR_BEHIND = 1.05  # A placement this much slower than the best is dropped.
+_NUM_STARTS = 4  # The number of best orders from which walks start.
+# The heats of the walks and of the last walks, as multiples of the mean time of an action.
+_HEATS, _LAST_HEATS = (0.2, 0.8, 2.4), (0.3, 0.1, 0.1)
+_LAST_LENGTH = 3  # The last walks are this many times as long.
+# The amounts to try with an effort of 1; they shrink as the number of actions grows:
 _GRID, _FEWEST_IN_GRID = 3e5, 72  # policies that all ranks share,
 _POLICIES, _FEWEST_POLICIES, _MOST_POLICIES = 2e5, 100, 2_000  # policies near the best of them,
 _MOVES, _FEWEST_MOVES, _MOST_MOVES = 1.7e8, 30, 12_000  # and moves of each walk.
@@ -54,17 +56,22 @@ def search(
     clock: Clock = "makespan",
     seconds: float = 60.0,
     effort: float = 1.0,
+    gathers: GatherChoice | None = None,
 ) -> SearchResult:
-    """The best schedule that can be found for `costs`, and its distance to a proven bound.
+    """Search for the best schedule for `costs`, and prove how far it is from a lower bound.
 
-    `memory` is what a rank may hold, in the unit of `costs`: one number, or one for each rank.
-    `placements` are those to choose from. If they are not given, the number of stages decides: one
-    stage per rank is linear, with more both a loop and a V are tried. `clock` says which time
-    counts.
+    `memory` is the most that a rank may hold, in the unit of `costs`: one number, or one for each
+    rank. `placements` are those to choose from. If they are not given, the number of stages
+    decides: with one stage per rank it is linear, with more both a loop and a V are tried. `clock`
+    is the time to minimise.
 
     No registered schedule with one of these placements that fits in `memory` is faster. The same
-    question gets the same answer, unless it takes more than `seconds`: then the best so far counts.
-    More `effort` tries more.
+    arguments give the same result, unless the search takes more than `seconds`: then it returns the
+    best so far. More `effort` tries more schedules.
+
+    If stages are sharded, `gathers` is the policy by which they are gathered and freed, or `"auto"`
+    for the best of several; the schedule then has these actions, and `memory` counts what is
+    gathered. Of the schedules that are tried, none is faster with one of the policies.
 
     >>> costs = CostTable(
     ...     forward=[2, 2, 2, 3], backward_input=[2, 2, 2, 3], backward_weight=[1, 1, 1, 2]
@@ -81,6 +88,12 @@ def search(
         Problem.of(costs, placement, num_microbatches, memory=memory, clock=clock)
         for placement in check_placements(placements, num_ranks)
     ]
+    if gathers is not None:
+        return search_with_gathers(
+            problems,
+            gathers,
+            lambda lowered, share: _Search(lowered, seconds=seconds * share, effort=effort).find(),
+        )
     feasible = [problem for problem in problems if problem.find_shortage() is None]
     if not feasible:
         raise nothing_fits(problems)
@@ -89,7 +102,7 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """Orders that fit, and what they take."""
+    """Orders that fit, and the time they take."""
 
     problem: Problem
     orders: list[Order]
@@ -99,7 +112,7 @@ class _Candidate:
 
 
 class _Search:
-    """One search: what it has found so far, and when it must stop."""
+    """The state of one search: what it has found so far, and when it must stop."""
 
     def __init__(self, problems: Sequence[Problem], *, seconds: float, effort: float) -> None:
         self._problems = problems
@@ -113,17 +126,36 @@ class _Search:
         self._is_complete = True
 
     def run(self) -> SearchResult:
-        """[1] Registered schedules [2] policies [3] others, near to the best of them [4] moves."""
+        """Return the best schedule."""
+        self._try_all()
+        return self._result()
+
+    def find(self) -> Found:
+        """Return all registered schedules, whether they fit or not, and the best others."""
+        self._try_all()
+        best = sorted(self._best, key=_time)[: 2 * _NUM_STARTS]
+        shapes = [(problem.placement, problem.num_microbatches) for problem in self._problems]
+        return Found(
+            [
+                *(schedule for shape in shapes for _, schedule in registered(*shape)),
+                *(one_at_a_time(*shape) for shape in shapes),
+                *(found.problem.schedule(found.orders) for found in best),
+            ],
+            tuple(self._tried),
+            self._is_complete,
+        )
+
+    def _try_all(self) -> None:
+        """Try [1] registered schedules, [2] policies, [3] variations of the best, [4] moves."""
         for problem in self._problems:
             self._try_registered(problem)
         policies = [(problem, self._try_policies(problem)) for problem in self._problems]
         best = min((candidate.time for candidate in self._best), default=inf)
         for problem, policy in policies:
-            # A placement that is far behind now will not be ahead in the end.
+            # A placement that is much slower now will not be the best in the end.
             if policy is not None and self._best_of(problem) <= best * _FAR_BEHIND:
                 self._try_nearby(problem, policy)
         self._try_moves()
-        return self._result()
 
     def _try_registered(self, problem: Problem) -> None:
         shape = problem.placement, problem.num_microbatches
@@ -142,7 +174,7 @@ class _Search:
                     self._note(f"{name}, backwards split", split, 1)
 
     def _try_policies(self, problem: Problem) -> Policy | None:
-        """The best policy of the grid; the best orders for each preference are kept."""
+        """Return the best policy of the grid; keep the best orders for each preference."""
         best: dict[object, tuple[_Candidate, Policy]] = {}
         count = 0
         num_actions = 3 * problem.num_stages * problem.num_microbatches
@@ -150,7 +182,7 @@ class _Search:
         most = self._amount(_GRID / num_actions, _FEWEST_IN_GRID, len(policies))
         for policy in policies[:: -(-len(policies) // most)]:
             if self._is_over(problem) and (best or self._is_proven(problem)):
-                break  # Out of time, one is tried all the same.
+                break  # At least one is tried, even when time is up.
             count += 1
             found = self._rate(problem, dispatch(problem, policy))
             kind = policy.preference, policy.keeps_room
@@ -161,12 +193,12 @@ class _Search:
                 break
         if not best:
             return None
-        self._best += [found for found, _ in best.values()]  # Few, and different from each other.
+        self._best += [found for found, _ in best.values()]  # There are few, and they differ.
         self._note("policies", min((found for found, _ in best.values()), key=_time), count)
         return min(best.values(), key=lambda pair: pair[0].cost)[1]
 
     def _try_nearby(self, problem: Problem, policy: Policy) -> None:
-        """Goes from policy to policy, at first also to worse ones."""
+        """Vary the policy step by step, at first also to worse ones."""
         generator = random.Random(0)
         current = best = self._rate(problem, dispatch(problem, policy))
         num_actions = sum(map(len, current.orders))
@@ -191,7 +223,7 @@ class _Search:
             self._note("policies by rank", best, count)
 
     def _try_moves(self) -> None:
-        """Walks from the best few, and at last from the best of all."""
+        """Walk from several of the best orders, and finally from the best of all."""
         starts: list[_Candidate] = []
         for candidate in sorted(self._best, key=lambda candidate: candidate.cost):
             if len(starts) < _NUM_STARTS and all(candidate.orders != c.orders for c in starts):
@@ -209,9 +241,9 @@ class _Search:
             self._note("moves", min(self._best, key=_time), count)
 
     def _walk(self, start: _Candidate, heat: float, length: float, seed: int) -> int:
-        """Keeps where a walk led; returns how many orders it tried."""
+        """Keep the best orders of one walk; return how many orders it tried."""
         problem = start.problem
-        # The fewer actions, the longer: the best is then within reach.
+        # With fewer actions the walk is longer, because the best orders can be reached.
         usual = _MOVES / sum(map(len, start.orders)) ** 2
         walk = anneal(
             problem,
@@ -227,7 +259,7 @@ class _Search:
         return walk.num_evaluated
 
     def _amount(self, usual: float, fewest: int, most: int) -> int:
-        """How many to try: `usual` within its limits, times the effort."""
+        """Return how many to try: `usual` within its limits, times the effort."""
         return max(1, round(self._effort * min(max(usual, fewest), most)))
 
     def _note(self, name: str, candidate: _Candidate, count: int) -> None:
@@ -240,16 +272,16 @@ class _Search:
         timing = evaluate(problem, orders)
         took = timing.time
         if problem.has_queues and took <= self._goal(problem):
-            # It would end the search, so it must be true.
+            # This time would end the search, so it must be exact.
             took = problem.time_of(simulate(problem.schedule(orders), problem.costs))
         return _Candidate(problem, orders, took, timing.cost)
 
     def _goal(self, problem: Problem) -> float:
-        """What proves itself to be the best."""
+        """Return the time at which a schedule is proven to be the best."""
         return self._bounds[problem.placement] * ROUNDING
 
     def _is_over(self, problem: Problem) -> bool:
-        """Whether what was found for this placement cannot be improved, or time is up."""
+        """Return whether the best for this placement cannot be improved, or time is up."""
         if self._is_proven(problem):
             return True
         if time.monotonic() > self._deadline:
@@ -264,8 +296,8 @@ class _Search:
         return min((found.time for found in self._best if found.problem is problem), default=inf)
 
     def _result(self) -> SearchResult:
-        """The best by the simulator, which knows of messages that wait for each other."""
-        problem = self._problems[0]  # Its clock is that of all.
+        """Return the best by the simulator, which models messages that wait for each other."""
+        problem = self._problems[0]  # All problems have the same clock.
         finalists = list(self._registered)
         for candidate in sorted(self._best, key=_time)[:_NUM_STARTS]:
             schedule = candidate.problem.schedule(candidate.orders)
@@ -275,7 +307,7 @@ class _Search:
         bound = min(self._bounds.values())
 
         def rate(finalist: tuple[Schedule, Report]) -> tuple[float, float]:
-            """The faster, and of those that are as fast the one that holds less."""
+            """Return the time, rounded, and then the peak memory."""
             _, report = finalist
             took = problem.time_of(report)
             return (round(took / bound, 9) if bound > 0 else took), report.peak_memory
@@ -297,13 +329,13 @@ def _time(candidate: _Candidate) -> float:
 
 
 def _mean_duration(problem: Problem) -> float:
-    """Above 0, also where actions take no time and only messages do."""
+    """Return the mean time of actions and messages, or 1 if none takes time."""
     times = (*problem.durations, *problem.delays)
     return sum(times) / len(times) or 1.0
 
 
 def _split_where_quicker(problem: Problem, orders: list[Order]) -> list[Order]:
-    """Full backwards cut in two on the stages where the halves take no longer."""
+    """Split the full backwards of the stages on which the halves are as good."""
 
     def rewrite(order: Order) -> Iterator[int]:
         for code in order:

@@ -1,4 +1,4 @@
-"""What a simulation found: times, bubbles and memory."""
+"""Reports of timelines: times, bubbles and memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,14 @@ from typing import NamedTuple
 
 from penstock.costs.cost_table import CostTable
 from penstock.errors import ScheduleError
-from penstock.ir import Action, Rank
-from penstock.ir.action import Forward, compute_parts, is_compute
+from penstock.ir import Action, Rank, Unshard
+from penstock.ir.action import (
+    SHARDING_TYPES,
+    Forward,
+    compute_parts,
+    gathered_stages,
+    is_compute,
+)
 from penstock.timeline.memory_over_time import MemoryPoint, memory_curve, peak_memory
 from penstock.timeline.timeline import Timeline
 
@@ -18,8 +24,8 @@ from penstock.timeline.timeline import Timeline
 class Idle(NamedTuple):
     """A rank's idle time within the makespan, by phase.
 
-    Warm-up lasts until the rank's first backward starts, cool-down begins when its last forward
-    has ended and warm-up is over. Without backwards, warm-up ends with its first forward's start.
+    Warm-up lasts until the rank's first backward starts. Cool-down begins when its last forward
+    has ended and warm-up is over. Without backwards, warm-up ends when its first forward starts.
     """
 
     warm_up: float
@@ -35,6 +41,7 @@ class RankReport(NamedTuple):
     """One rank's times and memory."""
 
     first_start: float
+    """The start of its first compute, less the time of the gathers that it waits for."""
     last_end: float
     busy: float
     idle: Idle
@@ -42,7 +49,7 @@ class RankReport(NamedTuple):
 
     @property
     def span(self) -> float:
-        """From the start of its first compute to the end of its last action."""
+        """The time from its first start to the end of its last action."""
         return self.last_end - self.first_start
 
 
@@ -57,11 +64,11 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """The timeline of a schedule and what follows from it; `str()` is a table.
+    """The timeline of a schedule, with its times, bubbles and memory; `str()` is a table.
 
-    Two clocks: `makespan` is the time from the first start to the last end over all ranks, `span`
-    that of the rank for which its own such time is largest. A bubble rate is the share of the
-    ranks' time by that clock in which they do not compute.
+    There are two clocks: `makespan` is the time from the first start to the last end of all ranks;
+    `span` is the largest time of a rank from its own first start to its last end. A bubble rate is
+    the share of the ranks' time, by one of the clocks, in which they do not compute.
     """
 
     timeline: Timeline
@@ -78,16 +85,16 @@ class Report:
 
     @property
     def bubble_by_makespan(self) -> float:
-        """The share of all ranks' time in which they do not compute, each by the makespan."""
+        """The share of the ranks' time in which they do not compute; each has the makespan."""
         return self._bubble(self.makespan)
 
     @property
     def bubble_by_span(self) -> float:
-        """The same share, where each rank's time is the span."""
+        """The share of the ranks' time in which they do not compute; each has the span."""
         return self._bubble(self.span)
 
     def bubble_of(self, rank: Rank) -> float:
-        """The share of the makespan in which `rank` does not compute."""
+        """Return the share of the makespan in which `rank` does not compute."""
         return self.ranks[rank].idle.total / self.makespan if self.makespan > 0 else 0.0
 
     @property
@@ -96,7 +103,7 @@ class Report:
         return max(rank.peak_memory for rank in self.ranks)
 
     def memory(self, rank: Rank) -> list[MemoryPoint]:
-        """What `rank` holds over time: from each point's time on, until the next point's."""
+        """Return the memory of `rank` over time; each point holds until the next."""
         if rank not in range(len(self.ranks)):
             raise ScheduleError(
                 f"rank is {rank}. The schedule has ranks 0 to {len(self.ranks) - 1}."
@@ -104,7 +111,7 @@ class Report:
         return memory_curve(self.timeline, rank, self.costs)
 
     def actions(self) -> Iterator[TimedAction]:
-        """Every action with its times, rank by rank."""
+        """Yield every action with its times, rank by rank."""
         timeline = self.timeline
         for rank, order in enumerate(timeline.schedule.orders):
             times = zip(order, timeline.starts[rank], timeline.ends[rank], strict=True)
@@ -143,18 +150,18 @@ class Report:
 
 
 def make_report(timeline: Timeline, costs: CostTable) -> Report:
-    """Adds up a timeline."""
-    makespan = max(ends[-1] for ends in timeline.ends)
+    """Return the report of a timeline."""
+    makespan = max(map(max, timeline.ends))  # Collectives may end after what follows them.
     ranks = [_report_rank(timeline, rank, costs, makespan) for rank in range(len(timeline.ends))]
     return Report(timeline, costs, tuple(ranks))
 
 
 def _report_rank(timeline: Timeline, rank: Rank, costs: CostTable, makespan: float) -> RankReport:
-    """Only compute counts as busy: a rank that waits in a send or receive is idle."""
+    """Report one rank; only compute counts as busy, so waits and collectives are idle time."""
     order, starts, ends = _computes(timeline, rank)
     first_backward = next((n for n, a in enumerate(order) if _has_backward(a)), 0)
     last_forward = next(n for n in reversed(range(len(order))) if _has_forward(order[n]))
-    # No action is in two phases, so a phase's idle time is its length less what its actions take.
+    # No action is in two phases, so a phase's idle time is its length minus its actions' time.
     cuts = [0, first_backward, max(first_backward, last_forward + 1), len(order)]
     busy = [fsum(map(sub, ends[a:b], starts[a:b])) for a, b in pairwise(cuts)]
     warm_up_end = starts[first_backward]
@@ -162,8 +169,8 @@ def _report_rank(timeline: Timeline, rank: Rank, costs: CostTable, makespan: flo
     lengths = [after - before for before, after in pairwise(times)]
     pairs = zip(lengths, busy, strict=True)
     return RankReport(
-        first_start=starts[0],
-        last_end=timeline.ends[rank][-1],
+        first_start=starts[0] - _first_gathers(timeline, rank),
+        last_end=max(timeline.ends[rank]),
         busy=sum(busy),
         idle=Idle(*(_round_off(length - part, makespan) for length, part in pairs)),
         peak_memory=peak_memory(timeline, rank, costs),
@@ -171,20 +178,41 @@ def _report_rank(timeline: Timeline, rank: Rank, costs: CostTable, makespan: flo
 
 
 def _round_off(idle: float, total: float) -> float:
-    """Idle time that is no more than rounding is none."""
+    """Return idle time, or zero if it is within rounding."""
     return 0.0 if abs(idle) <= 1e-12 * total else idle
 
 
 def _computes(
     timeline: Timeline, rank: Rank
 ) -> tuple[Sequence[Action], Sequence[float], Sequence[float]]:
-    """The compute actions of `rank`, their starts and their ends."""
+    """Return the compute actions of `rank`, their starts and their ends."""
     order = timeline.schedule.orders[rank]
     starts, ends = timeline.starts[rank], timeline.ends[rank]
-    if not timeline.schedule.has_comms:
+    schedule = timeline.schedule
+    if not (schedule.has_comms or schedule.has_sharding):
         return order, starts, ends
     kept = [n for n, action in enumerate(order) if is_compute(action)]
     return [order[n] for n in kept], [starts[n] for n in kept], [ends[n] for n in kept]
+
+
+def _first_gathers(timeline: Timeline, rank: Rank) -> float:
+    """Return the time that a rank must begin before its first compute, to gather its stages.
+
+    The rank may have gathered them earlier, while it waited for a message.
+    """
+    if not timeline.schedule.has_sharding:
+        return 0.0
+    order = timeline.schedule.orders[rank]
+    first = next(place for place, action in enumerate(order) if is_compute(action))
+    needed = gathered_stages(order[first])
+    lengths = list(map(sub, timeline.ends[rank][:first], timeline.starts[rank][:first]))
+    gathers = [
+        place
+        for place, action in enumerate(order[:first])
+        if isinstance(action, Unshard) and action.stage in needed
+    ]
+    before = range(gathers[-1] + 1) if gathers else ()
+    return fsum(lengths[n] for n in before if isinstance(order[n], SHARDING_TYPES))
 
 
 def _has_forward(action: Action) -> bool:

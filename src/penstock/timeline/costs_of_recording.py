@@ -1,4 +1,4 @@
-"""What stages cost, as seen in timelines of one schedule that was really run."""
+"""The costs of stages, from recorded timelines of one schedule."""
 
 import statistics
 from collections import defaultdict
@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from penstock.costs.cost_table import CostTable
-from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Schedule, StageId
+from penstock.ir import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    ReduceGrads,
+    Schedule,
+    StageId,
+    Unshard,
+)
+from penstock.ir.action import SHARDING_TYPES
 from penstock.ir.dataflow import Dataflow
 from penstock.ir.message import Message
 from penstock.ir.walking import walk
@@ -17,9 +27,9 @@ _Times: TypeAlias = dict[tuple[type, StageId], float]
 
 
 def recorded_costs(schedule: Schedule, timelines: Sequence[Timeline]) -> CostTable:
-    """Medians over all microbatches of these timelines; a microbatch holds 1 on a rank.
+    """Return medians over all microbatches of these timelines; a microbatch holds 1 on a rank.
 
-    Halves of a backward that never ran are taken to be half of it each.
+    If the halves of a backward never ran, each is taken to be half of it.
     """
     times = _median_times(timelines)
     stages = range(schedule.num_stages)
@@ -35,38 +45,43 @@ def recorded_costs(schedule: Schedule, timelines: Sequence[Timeline]) -> CostTab
         after_forward=share.after_forward,
         after_input=share.after_input,
         delay=_delays(schedule, timelines),
+        gather=[times.get((Unshard, stage), 0.0) for stage in stages],
+        reduce=[times.get((ReduceGrads, stage), 0.0) for stage in stages],
     )
 
 
 def _median_times(timelines: Sequence[Timeline]) -> _Times:
-    """The time of each kind of action on each stage."""
+    """Return the median time of each kind of action on each stage."""
     found: defaultdict[tuple[type, StageId], list[float]] = defaultdict(list)
     for timeline in timelines:
         for rank, order in enumerate(timeline.schedule.orders):
             spans = zip(order, timeline.starts[rank], timeline.ends[rank], strict=True)
             for action, start, end in spans:
-                # What is recorded has no overlaps: each half was run by itself.
+                # Recordings have no overlaps: each half ran by itself.
                 found[type(action), action.stage].append(end - start)  # type: ignore[union-attr]
     return {key: statistics.median(values) for key, values in found.items()}
 
 
 def _delays(schedule: Schedule, timelines: Sequence[Timeline]) -> list[float]:
-    """For each edge, the median delay of the messages that were waited for from the first.
+    """Return each edge's median delay of messages whose receiver was already waiting.
 
-    It is the mean of both directions', so that an error between two clocks cancels out.
+    It is the mean of both directions, so that an error between two clocks cancels out.
     """
     flow = Dataflow(schedule)
     found: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
     for timeline in timelines:
         made: dict[Message, float] = {}
         position = [0] * schedule.num_ranks
-        for rank, _, needed, delivered in walk(schedule):
+        free = [0.0] * schedule.num_ranks
+        for rank, action, needed, delivered in walk(schedule):
             place = position[rank]
             position[rank] += 1
+            if isinstance(action, SHARDING_TYPES):
+                continue  # They run beside the computes of the rank.
             start, end = timeline.starts[rank][place], timeline.ends[rank][place]
-            was_free = timeline.ends[rank][place - 1] if place else 0.0
+            was_free, free[rank] = free[rank], end
             for message in filter(flow.is_sent, needed):
-                # If the rank came later than the message was made, the delay cannot be seen.
+                # If the rank was busy when the message was made, the delay cannot be seen.
                 if made[message] >= was_free:
                     found[message.edge, message.is_gradient].append(start - made[message])
             made |= dict.fromkeys(delivered, end)

@@ -1,31 +1,55 @@
-"""Activation memory over time."""
+"""Memory over time."""
 
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from penstock.costs.footprint import Footprint
 from penstock.ir import Rank
-from penstock.passes.held_memory import held_along
+from penstock.passes.held_memory import changes_along, held_along, round_off
 from penstock.timeline.timeline import Timeline
 
 
 class MemoryPoint(NamedTuple):
-    """From `time` on a rank holds `held`, until the next point."""
+    """The memory `held` by a rank from `time` on, until the next point."""
 
     time: float
     held: float
 
 
 def memory_curve(timeline: Timeline, rank: Rank, footprint: Footprint) -> list[MemoryPoint]:
-    """The steps of what `rank` holds over time, without those that change nothing."""
+    """Return the memory of `rank` over time, with a point for each change."""
     points = [MemoryPoint(0.0, 0.0)]
-    along = held_along(timeline.schedule, rank, footprint)
-    for start, end, held in zip(timeline.starts[rank], timeline.ends[rank], along, strict=True):
-        for time, amount in ((start, held.during), (end, held.after)):
-            if amount != points[-1].held:
-                points.append(MemoryPoint(time, amount))
+    for time, amount in _levels(timeline, rank, footprint):
+        if amount != points[-1].held:
+            points.append(MemoryPoint(time, amount))
     return points
 
 
 def peak_memory(timeline: Timeline, rank: Rank, footprint: Footprint) -> float:
-    """The most that `rank` holds at any time."""
+    """Return the most that `rank` holds at any time."""
+    if timeline.schedule.has_sharding:
+        return max(amount for _, amount in _levels(timeline, rank, footprint))
     return max(held.during for held in held_along(timeline.schedule, rank, footprint))
+
+
+def _levels(timeline: Timeline, rank: Rank, footprint: Footprint) -> Iterator[tuple[float, float]]:
+    """Yield the memory of `rank` after each start and end of an action, in time order."""
+    schedule, starts, ends = timeline.schedule, timeline.starts[rank], timeline.ends[rank]
+    if not schedule.has_sharding:
+        along = held_along(schedule, rank, footprint)
+        for start, end, level in zip(starts, ends, along, strict=True):
+            yield start, level.during
+            yield end, level.after
+        return
+    # A gather may start after computes that follow it in the order. At equal times, the order
+    # decides.
+    changes = []
+    for start, end, change in zip(
+        starts, ends, changes_along(schedule, rank, footprint), strict=True
+    ):
+        changes += [(start, change.allocated), (end, -change.freed)]
+    held = 0.0
+    for time, more in sorted(changes, key=itemgetter(0)):
+        held = round_off(held + more, held)
+        yield time, held

@@ -1,4 +1,4 @@
-"""Steps that were really run, as the timelines that the simulator would have made of them."""
+"""Steps that really ran, as timelines like those of the simulator."""
 
 import json
 import math
@@ -11,7 +11,8 @@ from typing import Any
 from penstock.costs.cost_table import CostTable
 from penstock.costs.json_format import Format
 from penstock.errors import PipelineError, RecordError
-from penstock.ir import Schedule
+from penstock.ir import Action, ReduceGrads, Reshard, Schedule, Unshard
+from penstock.ir.action import SHARDING_TYPES
 from penstock.passes.verification import verify
 from penstock.timeline.bubble_report import Report, make_report
 from penstock.timeline.costs_of_recording import recorded_costs
@@ -31,20 +32,20 @@ _ENDLESS_S = 1e9  # No step takes thirty years.
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One step, its times in seconds since the first action on any rank began."""
+    """One step; its times are in seconds since the first action on any rank began."""
 
     number: int
-    """How many steps had been recorded before it, kept or not."""
+    """The number of steps that had been recorded before it, kept or not."""
     timeline: Timeline
-    """Its schedule is what was run: compute only, and an overlap in its two halves."""
+    """The times; its schedule has what ran: only compute, with each overlap as two halves."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Recording:
     """Steps of a pipeline, by the clock of rank 0.
 
-    An action begins when its messages have come and ends when it has sent its own, so what lies
-    between two actions is what a rank waited.
+    An action begins when its messages have arrived and ends when it has sent its own, so the time
+    between two actions is the time that a rank waited.
     """
 
     steps: tuple[RecordedStep, ...]
@@ -55,40 +56,40 @@ class Recording:
 
     @property
     def schedule(self) -> Schedule:
-        """What most of the steps ran; of two that ran as often, the later one."""
+        """The schedule that most of the steps ran; of two that ran equally often, the later one."""
         counts = Counter(step.timeline.schedule for step in reversed(self.steps))
         return counts.most_common(1)[0][0]
 
     @property
     def _timelines(self) -> list[Timeline]:
-        """Those of `schedule`."""
+        """The timelines of `schedule`."""
         schedule = self.schedule
         return [step.timeline for step in self.steps if step.timeline.schedule == schedule]
 
     def typical(self, costs: CostTable | None = None) -> Report:
-        """The step of median time among those of `schedule`, measured.
+        """Return the report of the typical step, the one of median time among those of `schedule`.
 
-        Memory is not measured: it is as `costs` say, or a microbatch holds 1 on each rank.
+        Times are measured. Memory is not: it is from `costs`, or a microbatch holds 1 on each rank.
         """
         timelines = sorted(self._timelines, key=lambda timeline: max(map(max, timeline.ends)))
         return make_report(timelines[(len(timelines) - 1) // 2], costs or self.costs())
 
     def simulated(self, costs: CostTable | None = None) -> Report:
-        """What the simulator makes of `schedule`, by `costs` or those of the recording itself."""
+        """Simulate `schedule` under `costs`, or under the costs of the recording itself."""
         from penstock.sim.simulator import simulate
 
         return simulate(self.schedule, costs or self.costs())
 
     def costs(self) -> CostTable:
-        """What the stages took in the steps of `schedule`: medians, in seconds.
+        """Return the costs of the stages in the steps of `schedule`: medians, in seconds.
 
-        Halves of a backward that never ran are taken to be half of it each. The delay of messages
-        is the median of those that were waited for from when they were sent.
+        If the halves of a backward never ran, each is taken to be half of it. The delay of messages
+        is the median over those whose receiver was already waiting when they were sent.
         """
         return recorded_costs(self.schedule, self._timelines)
 
     def to_json(self) -> str:
-        """The recording as JSON text, one line per step; `from_json` gives an equal one."""
+        """Return the recording as JSON text, one line per step; `from_json` gives an equal one."""
         schedules = list(dict.fromkeys(step.timeline.schedule for step in self.steps))
         lines = (
             json.dumps(
@@ -106,7 +107,7 @@ class Recording:
 
     @classmethod
     def from_json(cls, text: str) -> "Recording":
-        """The recording that `to_json` wrote."""
+        """Return the recording that `to_json` wrote."""
         values = _FORMAT.parse(text)
         schedules = [_read_schedule(csv) for csv in _list_of(values, "schedules")]
         steps = _list_of(values, "steps")
@@ -122,7 +123,7 @@ class Recording:
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (RecordError, UnicodeDecodeError) as exc:
-            raise RecordError(f"{path} holds no recording that can be read: {exc}") from exc
+            raise RecordError(f"The recording in {path} cannot be read: {exc}") from exc
 
     def __repr__(self) -> str:
         count = f"{len(self.steps)} step{'' if len(self.steps) == 1 else 's'}"
@@ -130,7 +131,7 @@ class Recording:
 
 
 def holds_recording(text: str) -> bool:
-    """Whether a text is of the format of recordings, in whatever version and state."""
+    """Return whether a text has the format of recordings, of any version, valid or not."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -150,7 +151,7 @@ def _read_schedule(csv: Any) -> Schedule:
         schedule = Schedule.from_csv(csv)
         verify(schedule)
     except PipelineError as exc:
-        raise RecordError(f"A schedule in it could not have been run: {exc}") from exc
+        raise RecordError(f"A schedule in the recording cannot be run: {exc}") from exc
     return schedule
 
 
@@ -166,20 +167,29 @@ def _read_step(values: Any, place: int, schedules: list[Schedule]) -> RecordedSt
     shape = list(map(len, schedule.orders))
     if not (_has_times(starts, shape) and _has_times(ends, shape)):
         raise RecordError(
-            f"steps[{place}] has not one start and one end for each action of its schedule. "
+            f"steps[{place}] does not have one start and one end for each action of its schedule. "
             f"{expected}"
         )
-    for rank in range(schedule.num_ranks):
-        times = [time for pair in zip(starts[rank], ends[rank], strict=True) for time in pair]
-        if not all(a <= b for a, b in zip([0.0, *times], [*times, math.inf], strict=True)):
-            raise RecordError(f"steps[{place}]: times of rank {rank} go backwards. {expected}")
+    for rank, order in enumerate(schedule.orders):
+        timed = list(zip(order, starts[rank], ends[rank], strict=True))
+        # Gathers and reductions run beside the other actions, and a free waits for its gather.
+        beside = [one for one in timed if isinstance(one[0], Unshard | ReduceGrads)]
+        others = [one for one in timed if not isinstance(one[0], SHARDING_TYPES)]
+        lanes = [beside, others, *([one] for one in timed if isinstance(one[0], Reshard))]
+        if not all(map(_is_ascending, lanes)):
+            raise RecordError(f"steps[{place}]: the times of rank {rank} go backwards. {expected}")
     return RecordedStep(
         number, Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
     )
 
 
+def _is_ascending(lane: list[tuple[Action, float, float]]) -> bool:
+    times = [time for _, start, end in lane for time in (start, end)]
+    return all(a <= b for a, b in zip([0.0, *times], [*times, math.inf], strict=True))
+
+
 def _has_times(values: Any, shape: list[int]) -> bool:
-    """Whether these are times, as many for each rank as `shape` says."""
+    """Return whether these are times, as many for each rank as in `shape`."""
     return (
         isinstance(values, list)
         and all(isinstance(row, list) for row in values)

@@ -2,7 +2,7 @@
 
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif";
 
-/** The part of the time that is seen, shared by all panels of a unit. */
+/** The visible part of the time, shared by all panels of a unit. */
 class Axis {
   constructor(unit, extent) {
     this.unit = unit;
@@ -14,7 +14,7 @@ class Axis {
 
   reset() { this.show(0, this.extent); }
 
-  /** Keeps `about` where it is; whether anything changed. */
+  /** Zooms, keeping `about` in place; returns whether anything changed. */
   zoom(factor, about) {
     const length = this.clampLength(this.length * factor);
     const start = about - (about - this.start) * length / this.length;
@@ -32,7 +32,7 @@ class Axis {
     return this.start !== before[0] || this.end !== before[1];
   }
 
-  /** Round times, about `count` of them, with their labels. */
+  /** Returns about `count` round times, with their labels. */
   ticks(count) {
     const power = 10 ** Math.floor(Math.log10(this.length / count));
     const step = power * [1, 2, 5, 10].find((round) => round * power >= this.length / count);
@@ -47,7 +47,7 @@ class Axis {
   }
 }
 
-/** One panel on one canvas: where everything is, how it looks, what is at a point. */
+/** One panel on one canvas: the layout, the drawing, and what is at a point. */
 class Lanes {
   constructor(panel, axis, textColour) {
     Object.assign(this, { panel, axis, textColour });
@@ -55,7 +55,7 @@ class Lanes {
     this.canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": label });
   }
 
-  /** Rows from above; ranks are thinner where there are many, so that the canvas stays small. */
+  /** Lays out the rows from the top. Many ranks get thin lanes, so that the canvas stays small. */
   layOut(width, withMemory, scale) {
     const { timeline, beneath, memory } = this.panel;
     const many = timeline.lanes.length;
@@ -72,6 +72,8 @@ class Lanes {
         y += row.height + 2;
       };
       add({ role: "lane", height: tall, lane, timeline });
+      const beside = timeline.collectives[rank];
+      if (beside?.starts.length) add({ role: "sharding", height: thin, lane: beside, timeline });
       for (const other of beneath.filter(({ lanes }) => rank < lanes.length)) {
         add({ role: "beneath", height: thin, lane: other.lanes[rank], timeline: other });
       }
@@ -94,7 +96,7 @@ class Lanes {
   time(x) { return this.axis.start + (x - this.left) / this.plotWidth * this.axis.length; }
   isInside(x) { return x >= this.left && x <= this.left + this.plotWidth; }
 
-  /** `hit` is what the pointer is at, on whatever panel; `pointerTime` may be NaN. */
+  /** Draws the panel. `hit` is what the pointer is at, on any panel; `pointerTime` may be NaN. */
   draw(colours, hit, pointerTime) {
     const pen = this.pen = this.canvas.getContext("2d");
     this.colours = colours;
@@ -124,13 +126,13 @@ class Lanes {
       pen.fillStyle = colour;
       pen.fillText(text, x, y);
     };
-    const names = { beneath: "simulated", memory: "memory" };
+    const names = { beneath: "simulated", sharding: "sharding", memory: "memory" };
     for (const { role, rank, y, height } of this.rows) {
       const size = Math.min(role === "lane" ? 13 : this.isWide ? 11 : 9, height);
       const colour = role === "lane" ? colours.ink : colours.muted;
       const name = role === "lane" ? `rank ${rank}` : names[role];
       write(name, this.left - 8, y + height / 2, size, "right", colour);
-      if (!this.isWide || role === "beneath") continue;
+      if (!this.isWide || role === "beneath" || role === "sharding") continue;
       const amount = role === "lane" ? panel.bubbles[rank] : `peak ${panel.peaks[rank]}`;
       write(amount, middle, y + height / 2, size, "left", colour);
     }
@@ -146,8 +148,8 @@ class Lanes {
     }
   }
 
-  /** Idle time is what remains of the track. */
-  drawBars({ y, height, lane, timeline }, microbatch) {
+  /** Draws bars on a track; what remains of the track is idle time. */
+  drawBars({ role, y, height, lane, timeline }, microbatch) {
     const { pen } = this;
     pen.fillStyle = this.colours.track;
     pen.fillRect(this.x(0), y, this.x(timeline.makespan) - this.x(0), height);
@@ -156,7 +158,7 @@ class Lanes {
       if (lane.starts[n] > this.axis.end) break;
       const [top, tall] = halfOf(lane.halves[n], y, height);
       const from = this.x(lane.starts[n]), width = this.x(lane.ends[n]) - from;
-      // Wide bars are set apart. Between narrow ones that touch, the track must not shine through.
+      // Wide bars have a gap. Between narrow bars that touch, the track must not show.
       const isLast = n + 1 === lane.starts.length;
       const touches = !isLast && this.x(lane.starts[n + 1]) - from - width < 0.25;
       const gap = width > 4 ? 1 : touches ? -0.5 : 0;
@@ -164,12 +166,12 @@ class Lanes {
       pen.globalAlpha = isMeant ? 1 : 0.25;
       pen.fillStyle = timeline.colours[lane.kinds[n]][lane.stages[n]];
       pen.fillRect(from, top, Math.max(width - gap, 0.5), tall);
-      if (width > 9 && tall >= 8) this.writeIn(lane, n, from, width - gap, top, tall);
+      if (width > 9 && tall >= 8 && role !== "sharding") this.writeIn(lane, n, from, width - gap, top, tall);
     }
     pen.globalAlpha = 1;
   }
 
-  /** The microbatch where it fits, in the part that is seen; with more room the stage too. */
+  /** Writes the microbatch in the visible part if it fits, and the stage if there is more room. */
   writeIn(lane, n, from, width, top, tall) {
     const { pen } = this;
     const left = Math.max(from, this.left);
@@ -194,12 +196,12 @@ class Lanes {
     path.moveTo(this.x(times[first]), base);
     let amount = held[first];
     for (let n = first; n < times.length && times[n] <= axis.end; n++) {
-      if (times[n] === times[n + 1]) continue; // What is held for no time would be a speck.
+      if (times[n] === times[n + 1]) continue; // An amount held for no time is a speck.
       path.lineTo(this.x(times[n]), level(amount));
       amount = held[n];
       path.lineTo(this.x(times[n]), level(amount));
     }
-    // Its right edge is not to be seen before the step ends.
+    // The curve must not show a right edge before the step ends.
     const end = Math.min(axis.end + axis.length, panel.timeline.makespan);
     path.lineTo(this.x(end), level(amount));
     path.lineTo(this.x(end), base);
@@ -218,7 +220,7 @@ class Lanes {
     pen.stroke(path);
   }
 
-  /** What is held above the cap has another colour. */
+  /** Draws the cap, and the memory above it in another colour. */
   drawCap(path, top, level, from, to) {
     const { pen, colours } = this;
     pen.save();
@@ -246,7 +248,7 @@ class Lanes {
     this.pen.strokeRect(from + 0.25, top + 0.75, width - 1, tall - 1.5);
   }
 
-  /** A line at the pointer's time, on all panels of the axis. */
+  /** Draws a line at the pointer's time, on all panels of the axis. */
   drawPointer(time) {
     const x = this.x(time);
     if (!this.isInside(x)) return;
@@ -257,7 +259,7 @@ class Lanes {
     this.pen.fillText(inWords(time, this.panel.time_unit), Math.max(x, this.left + 14), 7);
   }
 
-  /** The bar, the idle time or the memory at a point of the canvas, or null. */
+  /** Returns the bar, the idle time or the memory at a point of the canvas, or null. */
   find(x, y) {
     const row = this.rows.find((row) => y >= row.y && y < row.y + row.height);
     const time = this.time(x);
@@ -286,7 +288,7 @@ class Lanes {
   }
 }
 
-/** How many of the rising `values` are at most `limit`. */
+/** Returns the number of ascending `values` that are at most `limit`. */
 function countUpTo(values, limit) {
   let low = 0, high = values.length;
   while (low < high) {
@@ -297,7 +299,7 @@ function countUpTo(values, limit) {
   return low;
 }
 
-/** The top and the height of a whole bar (w), or of the upper (u) or lower (l) half. */
+/** Returns the top and the height of a whole bar (w), or of the upper (u) or lower (l) half. */
 function halfOf(half, y, height) {
   return half === "w" ? [y, height] : [half === "u" ? y : y + height / 2 + 0.5, height / 2 - 0.5];
 }

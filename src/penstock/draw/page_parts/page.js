@@ -1,10 +1,10 @@
-// Draws what page_data of penstock.draw.page gives. Text goes in as text, never as HTML.
+// Draws the result of page_data in penstock.draw.web_page. Text is inserted as text, never as HTML.
 //
 //   const timeline = new Timeline(element, data);
-//   timeline.setData(other);    // draws something else at the same place
+//   timeline.setData(other);    // draws something else in the same place
 //   timeline.redraw();          // after the colours of the page have changed
 
-/** Panels under each other, with a legend, buttons and a tooltip. */
+/** Panels one below the other, with a legend, buttons and a tooltip. */
 class Timeline {
   constructor(element, data) {
     Object.assign(this, { withMemory: true, hit: null, pointerTime: NaN, pointers: new Map() });
@@ -16,7 +16,7 @@ class Timeline {
     this.tooltip = make("div", { class: "tooltip", role: "status" });
     element.replaceChildren(tools, this.body, this.tooltip);
     this.setData(data);
-    // Its height changes with what is drawn, which is no reason to draw it again.
+    // The height changes with the content; only a new width is a reason to draw again.
     new ResizeObserver(() => {
       if (this.body.clientWidth !== this.width) this.redraw();
     }).observe(this.body);
@@ -37,7 +37,7 @@ class Timeline {
       const ends = [timeline, ...beneath].map((each) => each.makespan);
       extents.set(unit, Math.max(extents.get(unit) ?? 0, ...ends));
     }
-    // Where the whole time is as long as before, the part that is seen stays.
+    // If the whole time is as long as before, the visible part stays.
     const before = this.axes;
     this.axes = new Map([...extents].map(([unit, extent]) => {
       const old = before?.get(unit);
@@ -50,7 +50,7 @@ class Timeline {
     const open = [...this.body.querySelectorAll("details")].map((details) => details.open);
     const focused = [...this.body.querySelectorAll("canvas")].indexOf(document.activeElement);
     this.body.replaceChildren(...this.all.map((lanes) => describePanel(lanes, remark(lanes))));
-    // What was unfolded stays so.
+    // Details that were open stay open.
     this.body.querySelectorAll("details").forEach((details, n) => { details.open = open[n]; });
     this.all.forEach((lanes) => this.listen(lanes));
     this.all[focused]?.canvas.focus({ preventScroll: true });
@@ -98,12 +98,12 @@ class Timeline {
       entry([], "idle", "idle"), ...(hasShades ? [shades] : []), ...(hasCaps ? [dashes] : []));
   }
 
-  /** Lays everything out anew, finely enough for the screen or the printer. */
+  /** Lays everything out again, at the resolution of the screen or the printer. */
   redraw() {
     const scale = this.isPrinting ? 3 : devicePixelRatio;
     const width = this.width = this.body.clientWidth;
     if (width === 0) return;
-    // The page's colours, as the theme has them now.
+    // The page's colours in the current theme.
     const style = (name) => {
       this.body.style.color = `var(--${name})`;
       return getComputedStyle(this.body).color;
@@ -124,7 +124,7 @@ class Timeline {
     }
   }
 
-  /** Paints once for all that happens until the browser shows the next frame. */
+  /** Paints once for all changes until the browser shows the next frame. */
   view() {
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
@@ -138,7 +138,7 @@ class Timeline {
     this.view();
   }
 
-  /** Marks what is found, and says in the tooltip what it is. */
+  /** Marks what is at the pointer, and describes it in the tooltip. */
   point(hit, x = 0, y = 0) {
     this.hit = hit;
     this.tooltip.replaceChildren(...(hit ? describe(hit, this.words) : []));
@@ -180,7 +180,7 @@ class Timeline {
     });
     for (const name of ["pointerleave", "blur"]) {
       on(name, (event) => {
-        if (event.pointerType === "touch") return; // A finger leaves as it is lifted.
+        if (event.pointerType === "touch") return; // Fires when a finger is lifted.
         this.pointerTime = NaN;
         this.point(null);
         this.view();
@@ -190,14 +190,14 @@ class Timeline {
     on("keydown", (event) => this.press(lanes, event));
   }
 
-  /** The wheel zooms about the pointer; sideways or with Shift it moves. */
+  /** Zooms about the pointer by the wheel; sideways or with Shift, moves. */
   roll(lanes, event) {
     const { axis } = lanes;
     const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
     // Lines are longer than pixels, and two fingers on a touchpad (ctrl) make small steps.
     const unit = (event.deltaMode === 1 ? 16 : 1) * (event.ctrlKey ? 5 : 1);
     const by = (sideways ? event.deltaX || event.deltaY : event.deltaY) * unit;
-    // Over the names, and when all is seen already, the wheel scrolls the page.
+    // Over the names, and when everything is visible, the wheel scrolls the page.
     const changed = lanes.isInside(event.offsetX) && (sideways
       ? axis.move(by / lanes.plotWidth * axis.length)
       : axis.zoom(Math.exp(by * 0.002), lanes.time(event.offsetX)));
@@ -205,7 +205,7 @@ class Timeline {
     this.view();
   }
 
-  /** What was under a pointer stays under it: one moves the time, two stretch it too. */
+  /** Keeps the time under each pointer: one pointer moves the axis, two also stretch it. */
   drag({ axis, left, plotWidth }) {
     const [one, two] = [...this.pointers.values()];
     const stretched = two ? (two.time - one.time) / (two.x - one.x) * plotWidth : axis.length;
@@ -234,7 +234,7 @@ class Timeline {
     this.view();
   }
 
-  /** From bar to bar: left and right along a lane, up and down to what runs on another. */
+  /** Goes from bar to bar: left and right along a lane, up and down to another lane. */
   step(lanes, key) {
     const rows = lanes.rows.filter((row) => row.role !== "memory");
     let row = rows[0], n = 0;

@@ -1,9 +1,9 @@
-// What the page says: numbers in words, the tooltip, the head of a panel.
+// The texts of the page: numbers in words, the tooltip, the head of a panel.
 
 const KEYS = "Scroll to zoom, drag to move, double-click to reset. "
   + "Keys: ← → + − 0, and Shift with an arrow to go from bar to bar.";
 
-/** The panel with its title and its numbers; `remark` stands beside them. */
+/** Returns the panel with its title and its numbers; `remark` is shown beside them. */
 function describePanel({ panel, canvas }, remark) {
   const facts = panel.facts.map(({ name, value, note }) => make("div", {},
     make("dt", {}, name),
@@ -24,11 +24,12 @@ function describePanel({ panel, canvas }, remark) {
       make("summary", {}, "Time and memory by rank"), make("div", { class: "scroll" }, table)));
 }
 
-/** What the tooltip says of a bar, of idle time or of memory. */
+/** Returns the text of the tooltip for a bar, idle time or memory. */
 function describe(hit, words) {
   const { lanes: { panel }, row } = hit;
   const time = (value) => inWords(value, panel.time_unit);
-  const of = (n) => `${words[row.lane.kinds[n]]} of microbatch ${row.lane.microbatches[n]}`;
+  const of = (n) => row.role === "sharding" ? words[row.lane.kinds[n]]
+    : `${words[row.lane.kinds[n]]} of microbatch ${row.lane.microbatches[n]}`;
   const pairs = (found) => make("dl", {}, ...Object.entries(found).flatMap(
     ([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))]));
   const name = (text, ...before) => make("div", { class: "name" }, ...before, text);
@@ -46,7 +47,8 @@ function describe(hit, words) {
     const next = starting.filter((n) => n < lane.starts.length)
       .map((n) => `${of(n)}, stage ${lane.stages[n]}`).join(", with ");
     const then = next ? `Then it starts ${next}.` : "It has nothing more to do.";
-    return [name(`rank ${row.rank} waits ${when.duration}`),
+    const waits = row.role === "sharding" ? "gathers and reduces nothing for" : "waits";
+    return [name(`rank ${row.rank} ${waits} ${when.duration}`),
       pairs({ from: when.start, to: when.end }), make("p", {}, then), ...note];
   }
   const other = { w: [], u: [hit.n + 1], l: [hit.n - 1] }[hit.half]
@@ -56,7 +58,7 @@ function describe(hit, words) {
     pairs({ stage: lane.stages[hit.n], rank: row.rank, ...when }), ...other, ...note];
 }
 
-/** A number with so many digits, as Python's format "g" has it. */
+/** Formats a number with `digits` digits, like Python's format "g". */
 function general(value, digits) {
   const [mantissa, exponent] = value.toExponential(digits - 1).split("e").map(Number);
   if (exponent >= -4 && exponent < digits) return String(Number(value.toPrecision(digits)));
@@ -64,7 +66,7 @@ function general(value, digits) {
   return `${mantissa}e${exponent < 0 ? "-" : "+"}${size}`;
 }
 
-/** As Panel.time says it. */
+/** Formats a time like Panel.time. */
 function inWords(value, unit) {
   if (unit === "") return general(value, 5);
   const [factor, name] = value >= 1 || value === 0 ? [1, "s"]
@@ -72,7 +74,7 @@ function inWords(value, unit) {
   return `${general(value * factor, 4)} ${name}`;
 }
 
-/** As Panel.memory says it. */
+/** Formats an amount of memory like Panel.memory. */
 function amountInWords(value, unit) {
   if (unit === "") return general(value, 5);
   const power = [3, 2, 1, 0].find((each) => value >= 1024 ** each) ?? 0;

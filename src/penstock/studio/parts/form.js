@@ -1,4 +1,4 @@
-// The fields: what they are called, their sliders, and what is wrong with them.
+// The fields: their labels, their sliders and their problems.
 "use strict";
 
 /** `slider` is [least, most, step]; a field may hold more than its slider shows. `range`, of a
@@ -34,7 +34,7 @@ const GROUPS = [
   ]],
 ];
 
-/** All fields. At each change by the user it calls `changed`: typed, chosen or dragged. */
+/** All fields. Each change by the user calls `changed` with typed, chosen or dragged. */
 class Form {
   constructor(element, start, changed) {
     this.defaults = start.fields;
@@ -85,7 +85,7 @@ class Form {
     return slider;
   }
 
-  /** Brings the slider to what the field says; a list has no place on it. */
+  /** Moves the slider to the value of the field; a list disables it. */
   follow(name) {
     const slider = this.sliders[name];
     if (!slider) return;
@@ -94,7 +94,7 @@ class Form {
     if (!slider.disabled) slider.value = number;
   }
 
-  /** The arrows up and down change a number, ten times as much with Shift. */
+  /** Changes a number by the arrow keys up and down, ten times as much with Shift. */
   stepBy(event, name, least, step) {
     const by = { ArrowUp: step, ArrowDown: -step }[event.key];
     const input = this.inputs[name];
@@ -107,7 +107,7 @@ class Form {
     this.changed("typed");
   }
 
-  /** Sets the fields that are given, the others to their defaults; gives back what is unknown. */
+  /** Sets the given fields, and the others to their defaults; returns what is unknown. */
   fill(values) {
     const unknown = Object.keys(values).filter((name) => !(name in this.inputs));
     for (const [name, input] of Object.entries(this.inputs)) {
@@ -130,7 +130,7 @@ class Form {
 
   get query() { return new URLSearchParams(this.entries()).toString(); }
 
-  /** Only what differs from the defaults: as short as an address can be. */
+  /** Only the fields that differ from their defaults, to keep the address short. */
   get address() {
     const other = this.entries().filter(([name, value]) => value !== this.defaults[name]);
     return new URLSearchParams(other).toString();
@@ -138,7 +138,7 @@ class Form {
 
   entries() { return Object.entries(this.inputs).map(([name, input]) => [name, input.value]); }
 
-  /** Says what is wrong beside each field; gives back what belongs to none. */
+  /** Shows the problem of each field beside it; returns problems that belong to no field. */
   complain(problems) {
     for (const [name, input] of Object.entries(this.inputs)) {
       const text = problems[name] ?? "";
@@ -151,7 +151,7 @@ class Form {
   }
 }
 
-/** One finite number, or NaN. */
+/** Returns one finite number, or NaN. */
 function asNumber(text) {
   const number = text.trim() === "" ? NaN : Number(text);
   return Number.isFinite(number) ? number : NaN;

@@ -1,9 +1,9 @@
-// The page of `penstock studio`: at each change of a field it asks for the picture, the table and
-// a searched schedule, and draws what comes. Text goes in as text, never as HTML.
+// The page of `penstock studio`: after each change of a field it requests the picture, the table
+// and a searched schedule, and draws them. Text is inserted as text, never as HTML.
 "use strict";
 
-const PAUSE_MS = 100; // So long after the last key it asks.
-const SLOW_MS = 300; // After so long it says that it is at work.
+const PAUSE_MS = 100; // From the last key to the request.
+const SLOW_MS = 300; // After this the page says that it is working.
 const GONE = "The studio has stopped. Start it again with: penstock studio";
 const DRAWN = ["notes", "picture", "files", "python"];
 const COMPARED = ["table", "bound", "tried"];
@@ -16,14 +16,14 @@ const table = new Table(byId("table"), sources, (name) => {
   form.set("schedule", name);
   changed("chosen");
 });
-let timeline; // There from the first picture on.
-let round; // What is asked, or was asked last.
+let timeline; // Set when the first picture comes.
+let round; // The current round of requests, or the last one.
 let beginning, keeping; // Timers.
 
 /** The server does not answer. */
 class Gone extends Error {}
 
-/** What is asked for one state of the fields. A later round aborts it. */
+/** The requests for one state of the fields. A later round aborts it. */
 class Round {
   constructor() {
     this.query = form.query;
@@ -36,7 +36,7 @@ class Round {
   get isAborted() { return this.controller.signal.aborted; }
   abort() { this.controller.abort(); }
 
-  /** A picture that needs a search comes last, so that nothing has to wait for it. */
+  /** Requests everything; a picture that needs a search comes last: nothing waits for it. */
   async run() {
     if (!this.needsSearch) await this.draw();
     if (this.hasNext) return;
@@ -61,9 +61,9 @@ class Round {
     }
   }
 
-  /** The table, row by row; whether it could be filled. */
+  /** Fills the table row by row; returns whether that was possible. */
   async compare() {
-    // Where only the schedule cannot be drawn, others may still be compared.
+    // If only the schedule cannot be drawn, others may still be compared.
     const drawn = ["schedule", "beside"];
     const isHopeless = Object.keys(this.problems).some((name) => !drawn.includes(name));
     const answer = isHopeless ? null : await this.ask("table");
@@ -91,7 +91,7 @@ class Round {
     return table.add(found);
   }
 
-  /** The answer, or null if something is wrong with the fields, which is then said. */
+  /** Returns the answer; if something is wrong with the fields, says so and returns null. */
   async ask(route) {
     const { signal } = this.controller;
     const answer = await this.read(fetch(`/${route}?${this.query}`, { signal, cache: "no-store" }));
@@ -122,7 +122,7 @@ class Round {
     }
   }
 
-  /** What a promise of the network gives. */
+  /** Awaits a promise of the network. */
   async read(promise) {
     try {
       return await promise;
@@ -134,13 +134,13 @@ class Round {
   }
 }
 
-/** How a field was changed: typed, chosen, or dragged by its slider. */
+/** Begins a round after a change; `how` is typed, chosen, or dragged by the slider. */
 function changed(how) {
   document.body.dataset.state = "busy";
   clearTimeout(beginning);
   clearTimeout(keeping);
   keeping = setTimeout(keepAddress, 200);
-  // While a slider is dragged the picture follows as fast as it can: none is given up half-way.
+  // While a slider is dragged, the picture follows as fast as it can: no drawing is aborted.
   if (how === "dragged" && round?.isDrawing && !round.isAborted) {
     round.hasNext = true;
     return;
@@ -168,7 +168,7 @@ async function begin() {
   keepAddress();
 }
 
-/** The state of the fields is in the address, so that it can be kept and shared. */
+/** Keeps the state of the fields in the address, so that it can be saved and shared. */
 function keepAddress() {
   clearTimeout(keeping);
   const query = form.address;
@@ -187,24 +187,24 @@ function show({ page, notes, python, files }) {
   document.body.dataset.drawn = Number(document.body.dataset.drawn) + 1;
 }
 
-/** What is no longer true of the fields is a little paler. */
+/** Makes results paler if they no longer match the fields. */
 function dim(ids, isOld) {
   for (const id of ids) byId(id).classList.toggle("old", isOld);
 }
 
 function say(text, isWrong = false) {
   const status = byId("status");
-  status.setAttribute("aria-live", isWrong ? "assertive" : "off"); // A picture is no news.
+  status.setAttribute("aria-live", isWrong ? "assertive" : "off"); // A picture is not announced.
   status.textContent = text;
   status.classList.toggle("wrong", isWrong);
 }
 
 async function copy() {
   const text = byId("python").textContent;
-  // Without the right to the clipboard the text is marked, to be copied by hand.
+  // Without access to the clipboard the text is selected, to be copied by hand.
   const said = await navigator.clipboard.writeText(text).then(() => "copied", () => {
     getSelection().selectAllChildren(byId("python"));
-    return "marked";
+    return "selected";
   });
   byId("copy").textContent = said;
   setTimeout(() => { byId("copy").textContent = "copy"; }, 1500);
@@ -218,5 +218,5 @@ byId("reset").addEventListener("click", () => {
 connectTheme(byId("theme"), () => timeline?.redraw());
 const unknown = form.fill(Object.fromEntries(new URLSearchParams(location.search)));
 byId("unknown").textContent = unknown.length
-  ? `Of the address this was not understood: ${unknown.join(", ")}.` : "";
+  ? `These parts of the address were not understood: ${unknown.join(", ")}.` : "";
 changed("chosen");

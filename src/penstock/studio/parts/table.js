@@ -1,7 +1,7 @@
 // All schedules side by side, as they become known.
 "use strict";
 
-/** `chosen(name)` is called when a row is clicked; `sources` tell where schedules are from. */
+/** `chosen(name)` is called when a row is clicked; `sources` has the source of each schedule. */
 class Table {
   constructor(element, sources, chosen) {
     this.sources = sources;
@@ -23,7 +23,7 @@ class Table {
     });
   }
 
-  /** Rows stay, as old ones, until their successors come: so nothing jumps. */
+  /** Marks all rows as old; they stay until they are replaced, so that nothing jumps. */
   begin(clock) {
     this.clock.textContent = clock;
     for (const row of this.rows.values()) row.isOld = true;
@@ -35,7 +35,7 @@ class Table {
     return this.show();
   }
 
-  /** Forgets the rows that no successor came for, except one that will come later. */
+  /** Removes the rows that were not replaced, except one that will come later. */
   end(exception) {
     for (const [name, { isOld }] of this.rows) {
       if (isOld && name !== exception) this.rows.delete(name);
@@ -48,7 +48,7 @@ class Table {
     return this.show();
   }
 
-  /** Says in a row that it is being searched for; what was found before stays in it. */
+  /** Shows in a row that a search is running; the previous result stays in it. */
   wait(name) {
     const before = this.rows.get(name)?.data ?? { fits: true, time: null, peak: null, cells: [] };
     this.set({ ...before, name, why: "searching …" }, true);
@@ -68,7 +68,7 @@ class Table {
     this.show();
   }
 
-  /** Draws once for all that comes within a frame. */
+  /** Draws once for all changes within a frame. */
   show() {
     this.drawing ??= new Promise((resolve) => setTimeout(() => {
       this.drawing = undefined;
@@ -87,7 +87,7 @@ class Table {
       else element.removeAttribute("aria-current");
       element.querySelector(".mark").textContent = place;
     }
-    // Rows that are in their places already are left alone: one may be about to be clicked.
+    // Rows that are already in place are left alone: the user may be about to click one.
     if (rows.every(({ element }, n) => this.body.rows[n] === element)
       && rows.length === this.body.rows.length) return;
     const focused = document.activeElement?.closest("#table tr")?.dataset.name;
@@ -99,7 +99,7 @@ class Table {
 function buildRow({ name, cells, fits, why }, source) {
   const isMade = cells.length > 0;
   const looks = isMade ? (fits ? "fits" : "over") : "none";
-  // What follows in a source is a remark on its formulas.
+  // The rest of a source is a remark on its formulas.
   const words = source ? `Draw ${name}, from ${source.split(";")[0]}` : `Draw ${name}`;
   const title = isMade ? make("button", { type: "button", title: words }, name) : name;
   return make("tr", { "data-name": name, class: looks },
@@ -108,9 +108,9 @@ function buildRow({ name, cells, fits, why }, source) {
     make("td", { class: "why", colspan: isMade ? 1 : 6 }, why));
 }
 
-/** Those that fit first, the fastest first, and of those as fast who holds less. */
+/** Sorts schedules that fit first, then by time, then by peak memory. */
 function compare(one, other) {
-  // Times that differ by rounding alone look equal, and are.
+  // Times that differ only by rounding count as equal.
   const round = (value) => value === null ? Infinity : Number(value.toPrecision(9));
   const key = ({ cells, fits, time, peak }) =>
     [cells.length ? 0 : 1, fits ? 0 : 1, round(time), round(peak)];
