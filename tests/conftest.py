@@ -31,7 +31,11 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only `make fuzz` runs."""
+    """Leave out what only `make fuzz` runs; run what starts processes of its own first.
+
+    Such tests take the longest, and one that began last would be waited for alone.
+    """
+    items.sort(key=lambda item: "pool" in getattr(item, "fixturenames", ()))
     if IS_LONG:
         return
     left_out = [

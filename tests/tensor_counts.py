@@ -27,7 +27,7 @@ def resident_bytes() -> int:
 
 
 def growth_of(
-    step: Callable[[], object], *, num_steps: int = 240, num_warm: int = 60
+    step: Callable[[], object], *, num_steps: int = 120, num_warm: int = 40
 ) -> tuple[int, int]:
     """Runs many steps, twice; returns by how many tensors and bytes the process grew at least.
 

@@ -99,3 +99,14 @@ def test_source_does_not_import_torch_pipelining() -> None:
 def test_import_of_torch_pipelining_would_be_found(source: str) -> None:
     [name] = imported_names(source, "penstock")
     assert is_inside(name, "torch.distributed.pipelining")
+
+
+def test_split_backward_of_plain_modules_does_not_load_dtensors() -> None:
+    words = run_python(
+        "import sys, torch, penstock\n"
+        "from penstock.backward import SplitEngine\n"
+        "x = torch.ones(3, 2, requires_grad=True)\n"
+        "SplitEngine(torch.nn.Linear(2, 2)).forward(x).backward(torch.ones(3, 2))\n"
+        "print(*(name for name in sys.modules if name.startswith('torch.distributed.tensor')))"
+    )
+    assert [] == words

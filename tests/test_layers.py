@@ -26,7 +26,7 @@ MAY_USE = {
     "torch_private": "torch torch_version",
     "backward": "torch torch_private sealed",
     "comm": "torch torch_private ir backward",
-    "microbatches": "torch torch_private",
+    "microbatches": "torch torch_private comm",
     "stage": "torch torch_private ir sealed backward comm",
     "cutting": "torch torch_private ir partition stage",
     "runtime": "torch torch_private ir costs schedules passes timeline sim solver sealed"

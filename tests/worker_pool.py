@@ -29,9 +29,8 @@ from torch import Tensor
 
 from limits import HANG_S, PROCESS_S
 
-NUM_WORKERS = 4
 # The groups that there are, by their number of ranks; each has the first of the workers.
-GROUP_SIZES = (1, 2, NUM_WORKERS)
+GROUP_SIZES = (1, 2, 4, 8)
 # What carries the messages of pipelines: the second as between machines.
 LINKS = ("shared memory", "gloo")
 
@@ -59,9 +58,10 @@ class _Failed(NamedTuple):
 
 
 class WorkerPool:
-    """Four processes with a gloo group. They start when they are first needed."""
+    """Four processes with a gloo group, or more. They start when they are first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int = 4) -> None:
+        self._num_workers = num_workers
         self._workers: list[tuple[Any, connection.Connection]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -80,6 +80,7 @@ class WorkerPool:
         starts new ones.
         """
         assert num_ranks in GROUP_SIZES
+        assert num_ranks <= self._num_workers
         assert link in LINKS
         if not self._workers:
             self._start()
@@ -134,9 +135,11 @@ class WorkerPool:
         context = fork_with_torch()
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-tests-")
         store = str(Path(self._folder.name, "store"))
-        for rank in range(NUM_WORKERS):
+        for rank in range(self._num_workers):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, store, theirs), daemon=True)
+            process = context.Process(
+                target=_work, args=(rank, self._num_workers, store, theirs), daemon=True
+            )
             self._workers.append((process, ours))
             process.start()
             theirs.close()  # Only the worker's own end is left, so it tells when the worker ends.
@@ -156,7 +159,8 @@ class WorkerPool:
         while waiting:
             ready = connection.wait(list(waiting), max(until_s - time.monotonic(), 0))
             if not ready:
-                raise WorkerError(f"no answer from ranks {sorted(waiting.values())}: {timeout_s} s")
+                silent = sorted(waiting.values())
+                raise WorkerError(f"no answer from ranks {silent}: {timeout_s} s")
             for channel in ready:
                 assert isinstance(channel, connection.Connection)
                 rank = waiting.pop(channel)
@@ -182,7 +186,7 @@ def _dump(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _work(rank: int, store: str, channel: connection.Connection) -> None:
+def _work(rank: int, num_workers: int, store: str, channel: connection.Connection) -> None:
     """What a worker does: join the groups, then answer until there is no more work."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which will end us.
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -192,12 +196,13 @@ def _work(rank: int, store: str, channel: connection.Connection) -> None:
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=NUM_WORKERS,
+        world_size=num_workers,
         timeout=timedelta(seconds=HANG_S),
     )
     groups = {
-        size: dist.group.WORLD if size == NUM_WORKERS else dist.new_group(list(range(size)))
+        size: dist.group.WORLD if size == num_workers else dist.new_group(list(range(size)))
         for size in GROUP_SIZES
+        if size <= num_workers
     }
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # Loads what torch loads late.
     gc.freeze()  # Torch itself is there to stay: a collection need not look at it each time.

@@ -1,24 +1,25 @@
-"""Every exception that Penstock raises on its own account.
+"""The exceptions that Penstock raises.
 
 Each is also the built-in exception that fits, so `except RuntimeError` keeps working.
 
     PipelineError
     ├── AgreementError   (RuntimeError)   the ranks were not given the same pipeline
-    ├── AssignmentError  (AttributeError) an attribute was set that nothing acts on
-    ├── BackwardError    (RuntimeError)   the split backward cannot run on what it was given
+    ├── AssignmentError  (AttributeError) an assignment would have no effect
+    ├── BackwardError    (RuntimeError)   the split backward cannot run on these values
     ├── CommError        (RuntimeError)   another rank failed, or cannot be reached
-    │   └── DeadlineError    (TimeoutError)   a message did not come in time
-    ├── CostError        (ValueError)     a cost table does not fit together, or not the schedule
+    │   └── DeadlineError    (TimeoutError)   a message did not arrive in time
+    ├── CostError        (ValueError)     costs are inconsistent, or do not fit the schedule
     ├── DrawError        (ValueError)     a timeline cannot be drawn as asked
+    ├── GradientError    (RuntimeError)   gradients cannot be clipped as asked
     ├── MicrobatchError  (ValueError)     a value cannot be cut into microbatches, or joined
     ├── OptionError      (ValueError)     an option of the command line cannot be used
     │   └── FieldError       (ValueError)     fields of the studio cannot be used
     ├── PartitionError   (ValueError)     a model cannot be cut into stages as asked
-    ├── PipeliningShapeError (RuntimeError) a tensor between stages is not what was expected
+    ├── PipeliningShapeError (RuntimeError) a message between stages does not have the expected form
     ├── RecordError      (ValueError)     nothing was recorded, or a recording cannot be read
     ├── ScheduleError    (ValueError)     a schedule, a placement or its text is wrong
     ├── StageError       (ValueError)     stages do not fit the schedule, the group or their inputs
-    ├── TorchError       (ImportError)    this torch lacks a part that Penstock needs
+    ├── TorchError       (ImportError)    this version of torch lacks a part that Penstock needs
     └── TraceError       (RuntimeError)   a model's forward cannot be traced
 """
 
@@ -34,7 +35,7 @@ class AgreementError(PipelineError, RuntimeError):
 
 
 class AssignmentError(PipelineError, AttributeError):
-    """An attribute was set to no effect: it is not there, or was read once for all."""
+    """An assignment would have no effect: there is no such attribute, or it was read only once."""
 
 
 class BackwardError(PipelineError, RuntimeError):
@@ -42,31 +43,35 @@ class BackwardError(PipelineError, RuntimeError):
 
 
 class CommError(PipelineError, RuntimeError):
-    """Another rank failed, or cannot be reached; the message says where it began."""
+    """Another rank failed, or cannot be reached; the text says where the failure began."""
 
 
 class DeadlineError(CommError, TimeoutError):
-    """A message did not come in time; the message says who waited for what from whom."""
+    """A message did not arrive in time; the text says which rank waited, for what and from whom."""
 
 
 class CostError(PipelineError, ValueError):
-    """The costs do not fit together, or do not fit the schedule."""
+    """The costs are inconsistent, or do not fit the schedule."""
 
 
 class DrawError(PipelineError, ValueError):
     """A timeline cannot be drawn as asked."""
 
 
+class GradientError(PipelineError, RuntimeError):
+    """Gradients cannot be clipped as asked, or their norm is not finite."""
+
+
 class MicrobatchError(PipelineError, ValueError):
-    """A value cannot be cut into microbatches, or what came out of them cannot be joined."""
+    """A value cannot be cut into microbatches, or their outputs cannot be joined."""
 
 
 class OptionError(PipelineError, ValueError):
-    """An option of a command, or of the trainer behind it, cannot be used, or a file it names."""
+    """An option of a command or of the trainer, or a file that it names, cannot be used."""
 
 
 class FieldError(OptionError):
-    """Fields of the studio hold what cannot be used: `problems` has a message for each."""
+    """Fields of the studio cannot be used; `problems` has a message for each."""
 
     def __init__(self, problems: Mapping[str, str]) -> None:
         super().__init__(" ".join(problems.values()))
@@ -78,11 +83,11 @@ class PartitionError(PipelineError, ValueError):
 
 
 class PipeliningShapeError(PipelineError, RuntimeError):
-    """A tensor between stages has not the shape, the dtype or the place that was expected."""
+    """A message between stages does not have the expected form, such as its shapes or dtypes."""
 
 
 PipeliningMetadataError = PipeliningShapeError
-"""The name that torch.distributed.pipelining gives it."""
+"""The name of `PipeliningShapeError` in torch.distributed.pipelining."""
 
 
 class RecordError(PipelineError, ValueError):
@@ -90,16 +95,16 @@ class RecordError(PipelineError, ValueError):
 
 
 class ScheduleError(PipelineError, ValueError):
-    """A schedule, a placement or its text is wrong, or cannot be made for what was asked."""
+    """A schedule, a placement or its text is wrong, or cannot be made as asked."""
 
 
 class StageError(PipelineError, ValueError):
-    """Stages do not fit the schedule or the group, or a step was not given what it needs."""
+    """Stages do not fit the schedule or the group, or a step lacks a value that it needs."""
 
 
 class TorchError(PipelineError, ImportError):
-    """This version of torch lacks private parts that Penstock needs; the message names them."""
+    """This version of torch lacks private parts that Penstock needs; the text names them."""
 
 
 class TraceError(PipelineError, RuntimeError):
-    """A model's forward cannot be traced; the message says which line of it."""
+    """A model's forward cannot be traced; the text names the line."""

@@ -1,11 +1,11 @@
-"""Every private name of torch that Penstock uses. No other file names one.
+"""Every private name of torch that Penstock uses. No other file uses one.
 
-Private is what has an underscore in its dotted path, and a few names that torch leaves out of its
-docs. torch changes them without notice. So this module first checks that all of them are there,
-and raises one error that lists those that are not.
+A name is private if its dotted path has an underscore, or if torch leaves it out of its docs.
+torch changes such names without notice. So this module first checks that all of them exist, and
+raises one error that lists the missing ones.
 
-Each name says why Penstock needs it, and after "Public:" what would replace it, if anything would.
-What is read for every node, module or tensor is an `attrgetter`, which costs no second Python call.
+Each name says why Penstock needs it, and after "Public:" what could replace it, if anything could.
+A value read for every node, module or tensor is an `attrgetter`, which saves one Python call.
 """
 
 import sys
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.errors import TorchError
 from penstock.torch_version import REQUIREMENT, TESTED
 
-# 1. The names, and the check. A colon ends the module that has the name.
+# 1. The names, and the check. The module that has a name ends at the colon.
 
 _NODES = {
     "AccumulateGrad": "variable",
@@ -65,6 +65,7 @@ NAMES = (
     "torch.nn:Module._modules",
     "torch.nn:Module._non_persistent_buffers_set",
     "torch.nn:Module._parameters",
+    "torch.nn.modules.module:_global_forward_pre_hooks",
     "torch.utils._python_dispatch:TorchDispatchMode",
     "torch.utils._pytree:SUPPORTED_NODES",
     "torch.utils._pytree:TreeSpec",
@@ -85,32 +86,56 @@ NAMES = (
     "torch:Tensor._version",
     "torch:UntypedStorage._cdata",
     "torch:_foreach_add_",
+    "torch:_foreach_mul_",
+    "torch:_foreach_norm",
     "torch:_is_functional_tensor",
     "torch:ops.aten._assert_tensor_metadata.default",
     "torch:ops.aten._unsafe_view.default._schema",
     "torch:ops.higher_order.wrap_with_autocast",
     "torch:ops.higher_order.wrap_with_set_grad_enabled",
 )
-"""Names that are there once torch is loaded."""
+"""Names that exist once torch is loaded."""
 
 _ASYNC_COLLECTIVE_TENSOR = "torch.distributed._functional_collectives:AsyncCollectiveTensor"
 _OPTIMIZED_MODULE = "torch._dynamo:OptimizedModule"
 _REPLICATE_DDP = "torch.distributed._composable.replicate:DDP"
-_REPLICATE_MODULE = "torch.distributed._composable.replicate_with_fsdp:ReplicateModule"
+_FSDP_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+_FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 NAMES_LOADED_LATE = (
     _ASYNC_COLLECTIVE_TENSOR,
     _OPTIMIZED_MODULE,
     _REPLICATE_DDP,
-    _REPLICATE_MODULE,
+    "torch.distributed.device_mesh:DeviceMesh._layout",
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+    "torch.distributed.tensor:DTensor._local_tensor",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback",
+    *(f"{_FSDP_GROUP}.{name}" for name in ("post_backward", "wait_for_unshard", "is_unsharded")),
+    f"{_FSDP_PARAM}._unsharded_param",
+    f"{_FSDP_PARAM}.unsharded_accumulated_grad",
+    f"{_FSDP_PARAM}.accumulate_unsharded_grad_if_needed",
+    f"{_FSDP_PARAM}.to_accumulated_grad_if_needed",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:RegisterPostBackwardFunction",
 )
-"""Names in modules that take seconds to load, which whoever needs them has done."""
+"""Names in modules that take seconds to load; a program that needs them has loaded them."""
 
 NAMES_OF_OBJECTS = (
     "torch._dynamo:OptimizedModule._orig_mod",
     "torch.nn.parallel:DistributedDataParallel.reducer",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._is_root",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext.is_last_backward",
+    f"{_FSDP_GROUP}._partial_reduce_output",
+    f"{_FSDP_GROUP}.fsdp_params",
+    f"{_FSDP_GROUP}.mesh_info",
+    f"{_FSDP_GROUP}.post_forward_mesh_info",
+    f"{_FSDP_GROUP}.reduce_grads",
+    f"{_FSDP_GROUP}.reshard_after_backward",
+    f"{_FSDP_PARAM}._module_info",
+    f"{_FSDP_PARAM}.reduce_dtype",
 )
-"""Attributes that only an object has, not its class: the tests look for them, a user cannot."""
+"""Attributes of objects that their classes lack: only the tests can check for them."""
 
 
 def missing_names(names: Sequence[str] = NAMES) -> list[str]:
@@ -124,7 +149,7 @@ def _exists(name: str) -> bool:
     except ImportError:
         return False
     except AttributeError:
-        # A class declares what only its objects have.
+        # A class may only declare an attribute that its objects have.
         owner, _, attribute = name.rpartition(".")
         try:
             return attribute in getattr(resolve_name(owner), "__annotations__", ())
@@ -135,9 +160,9 @@ def _exists(name: str) -> bool:
 
 def _lacking(names: Sequence[str]) -> TorchError:
     return TorchError(
-        f"torch {torch.__version__} has no {', '.join(names)}. Penstock needs such private parts "
-        f"of torch, and is made for those of torch {TESTED}. "
-        f'Install that with: pip install "{REQUIREMENT}".'
+        f"torch {torch.__version__} has no {', '.join(names)}. Penstock needs these private names "
+        f"of torch, as they are in torch {TESTED}. "
+        f'Install that version with: pip install "{REQUIREMENT}".'
     )
 
 
@@ -146,7 +171,7 @@ if _missing := missing_names():
 
 
 def _load(name: str) -> Any:
-    """Return what one of `NAMES_LOADED_LATE` stands for."""
+    """Return the object that one of `NAMES_LOADED_LATE` names."""
     try:
         return resolve_name(name)
     except (AttributeError, ImportError) as exc:
@@ -155,26 +180,27 @@ def _load(name: str) -> Any:
 
 # 2. Nested values.
 
-# Stages take and return nested tuples, lists, dicts and classes that users have registered.
+# Stages take and return nested tuples, lists, dicts and objects of classes that users registered.
 # Public: none yet; optree's pytrees know other classes.
 pytree = torch.utils._pytree
 
 REGISTER_PYTREE_NODE = "torch.utils._pytree.register_pytree_node"
-"""The function that messages advise for a class of the user's. Public: none yet."""
+"""The function that error messages recommend for a user's own class. Public: none yet."""
 
 # 3. Autograd's graph.
 
 accumulated_variable: Callable[[Node], Tensor] = attrgetter("variable")
-"""The leaf that an accumulator adds to: how a walk ends at parameters. Public: none."""
+"""The leaf that an accumulator adds to: a search of the graph ends there. Public: none."""
 
 grad_metadata: Callable[[Node], Any] = attrgetter("_input_metadata")
-"""Shape and dtype of each gradient that a node takes. Public: none."""
+"""The shape and dtype of each gradient that a node takes. Public: none."""
 
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
-"""The place of a node in the order of the forward, in which autograd adds. Public: none."""
+"""The position of a node in the forward, which decides in what order autograd adds. Public: none.
+"""
 
 saved_scales: Callable[[Any], tuple[Any, Any]] = attrgetter("_saved_alpha", "_saved_beta")
-"""The factors of an addmm or baddbmm. Public: none, as for all that nodes save."""
+"""The factors of an addmm or baddbmm. Public: none, as for everything that nodes save."""
 
 saved_addend_scale: Callable[[Any], Any] = attrgetter("_saved_alpha")
 """The factor of the second addend of an addition."""
@@ -187,11 +213,11 @@ saved_geometry: Callable[[Any], tuple[Any, ...]] = attrgetter(
     "_saved_output_padding",
     "_saved_groups",
 )
-"""How a convolution goes over its input, as `aten.convolution` takes it."""
+"""The geometry of a convolution, in the order of the arguments of `aten.convolution`."""
 
 
 def saved_tensor(node: Node, name: str) -> Tensor | None:
-    """Return a tensor that a node saved; None if through hooks, which unpack it only once."""
+    """Return a tensor that a node saved; None if hooks packed it, which unpack it only once."""
     if getattr(node, "_raw_saved_" + name).unpack_hook is not None:
         return None
     tensor: Tensor = getattr(node, "_saved_" + name)
@@ -199,31 +225,33 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
 
 
 def saved_layout(node: Node, name: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the shape and the strides of a factor, which a node knows even if it saved it not."""
+    """Return the shape and strides of a factor, which a node knows even if it did not save it."""
     return getattr(node, f"_saved_{name}_sym_sizes"), getattr(node, f"_saved_{name}_sym_strides")
 
 
-# The hooks that tensors saved now go through, if any: where there are some, a layer must not keep
-# its input by itself. Public: none.
+# The hooks that apply to tensors saved now, if any: with such hooks a layer must not hold its own
+# input. Public: none.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
-# The innermost transform of torch.func, or None: inside of one, autograd has no graph of ours.
+# The innermost transform of torch.func, or None: inside one, autograd does not build our graph.
 # Public: none.
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 
 FULLY_SHARDED_NODE = "RegisterPostBackwardFunctionBackward"
-"""The class of the node by which fully_shard gets to know of a backward. Public: none."""
+"""The class of the node by which fully_shard notices a backward. Public: none."""
 
 # 4. Tensors.
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was changed in place; raises RuntimeError for an inference tensor.
+"""The number of times a tensor was changed in place; an inference tensor raises RuntimeError.
 
-Finds activations that were overwritten before the weight half. Public: none.
+Finds activations that were overwritten before the weight backward. Public: none.
 """
 
 tensor_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
-"""The hooks of `register_hook`, or None: settling runs them, the input half must not. Public: none.
+"""The hooks of `register_hook`, or None: settling runs them, the input backward must not.
+
+Public: none.
 """
 
 post_accumulate_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
@@ -231,20 +259,22 @@ post_accumulate_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_gr
 
 
 def set_tensor_hooks(tensor: Tensor, hooks: Any) -> None:
-    """Take off the hooks of `register_hook`, or put them back. Public: none."""
+    """Remove the hooks of `register_hook`, or put them back. Public: none."""
     tensor._backward_hooks = hooks
 
 
 storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""A number that tells storages apart; a storage without bytes has no `data_ptr()` of its own."""
+"""A number that identifies a storage; empty storages do not have different `data_ptr()`s."""
 
-# Tells that a storage is gone without keeping it. Public: none; it is not in torch's docs.
+# Detects that a storage is gone without holding it. Public: none; it is not in torch's docs.
 StorageWeakRef = torch.multiprocessing.reductions.StorageWeakRef
 
-# Adds many small tensors in one call. Public: none.
+# Add, scale or measure many small tensors in one call. Public: none.
 foreach_add_ = torch._foreach_add_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
 
-# A tensor in another shape which autograd does not take for a view. Public: none.
+# Reshapes a tensor without autograd treating the result as a view. Public: none.
 unsafe_view = torch.ops.aten._unsafe_view.default
 
 # Both explain why a tensor has no memory to send. Public: none.
@@ -255,40 +285,72 @@ is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 def async_collective_tensor() -> type[Any]:
     """Return the class of tensors that a collective is still filling.
 
-    Layers of tensor parallelism return them. Loads their module, which takes a while. Public: none.
+    Tensor-parallel layers return them. Loading their module takes a while. Public: none.
     """
     kind: type[Any] = _load(_ASYNC_COLLECTIVE_TENSOR)
     return kind
 
 
+mesh_layout: Callable[[Any], Any] = attrgetter("_layout")
+"""The place of a mesh among all ranks, which torch gives to `get_mesh`. Public: none."""
+
+
+def is_async_tensor(value: object) -> bool:
+    """Return whether a collective may still be filling `value`, without loading the class."""
+    return is_instance_if_loaded(value, _ASYNC_COLLECTIVE_TENSOR)
+
+
+def is_dtensor(value: object) -> bool:
+    """Return whether `value` is a DTensor. Public, but loads slowly: until then, nothing is."""
+    return type(value) is _dtensor_type()
+
+
+def _dtensor_type() -> Any:
+    # Without its class, a module is being loaded by another thread.
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+local_shard: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+"""The part of a DTensor on this rank, which a collective may still be filling.
+
+Public: `to_local()`, which adds a node to autograd's graph.
+"""
+
 # 5. Modules.
 
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-"""A module's own parameters, live. Public: `named_parameters(recurse=False)`, a slower copy without
-those that are None."""
+"""A module's own parameters, live. Public: `named_parameters(recurse=False)`, a slower copy that
+leaves out those that are None."""
 
 own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """A module's own buffers, live. Public: `named_buffers(recurse=False)`, a copy."""
 
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""A module's own children, live. Public: `named_children()`, without a child's second name."""
+"""A module's own children, live. Public: `named_children()`, which gives each child one name only.
+"""
 
 non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
-"""Which of its own buffers a module leaves out of its state_dict. Public: none."""
+"""The names of the buffers that a module leaves out of its state_dict. Public: none."""
 
 backward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
     "_backward_hooks", "_backward_pre_hooks"
 )
-"""The hooks by which a module changes gradients, two dicts: a trace would lose them. Public: none.
+"""The hooks with which a module changes gradients, as two dicts: a trace would lose them.
+
+Public: none.
 """
 
 hooks_of_calls: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
-"""All hooks that run when a module is called, four dicts. Public: none."""
+"""All hooks that run when a module is called, as four dicts. Public: none."""
+
+# Hooks that run before the call of every module, as FlopCounterMode and CommDebugMode set them.
+# Public: only functions that add one.
+hooks_of_all_calls = torch.nn.modules.module._global_forward_pre_hooks
 
 compiled_call: Callable[[nn.Module], Any] = attrgetter("_compiled_call_impl")
-"""What `module.compile()` has put in place of a module's call, or None. Public: none."""
+"""The function that `module.compile()` put in place of a module's call, or None. Public: none."""
 
 
 def share_contents(module: nn.Module, other: nn.Module) -> None:
@@ -301,12 +363,12 @@ def share_contents(module: nn.Module, other: nn.Module) -> None:
 
 
 def is_instance_if_loaded(value: object, name: str) -> bool:
-    """Return whether `value` is of a class, named as above; False if its module is not loaded."""
+    """Return whether `value` is of the class `name`; False if the class's module is not loaded."""
     return name.partition(":")[0] in sys.modules and isinstance(value, _load(name))
 
 
 def is_compiler_loaded() -> bool:
-    """Return whether anything can have been compiled. Public: none that does not load it."""
+    """Return whether anything can have been compiled. Public: none that avoids loading it."""
     return "torch._dynamo" in sys.modules
 
 
@@ -321,52 +383,179 @@ def original_module(module: nn.Module) -> nn.Module | None:
     return original
 
 
-def is_replicated_by_fsdp(module: nn.Module) -> bool:
-    """Return whether the `replicate` that is built on FSDP2 was called on it. Public: none."""
-    return is_instance_if_loaded(module, _REPLICATE_MODULE)
-
-
 def is_replicated_by_ddp(module: nn.Module) -> bool:
-    """Return whether the `replicate` that is built on DDP was called on it. Public: none."""
+    """Return whether the `replicate` built on DDP was applied to `module`. Public: none."""
     return is_instance_if_loaded(module, _REPLICATE_DDP)
 
 
+FSDP_MODULE = "torch.distributed.fsdp:FSDPModule"
+
+
+def is_sharded_module(module: nn.Module) -> bool:
+    """Return whether `fully_shard` or `replicate` was called on it. Public, but loads slowly."""
+    return is_instance_if_loaded(module, FSDP_MODULE)
+
+
+# FSDP2's own view of a module: a state, its groups of parameters, and each parameter's two forms.
+# A weight backward runs after FSDP2's hooks, so what these would have done is done by hand.
+# Public: none of these.
+sharded_state: Callable[[nn.Module], Any] = methodcaller("_get_fsdp_state")
+finish_sharded_backward: Callable[[Any], None] = methodcaller("_root_post_backward_final_callback")
+
+
+def prepare_sharded_state(state: Any) -> None:
+    """Find out what is the root, as the first forward would. Public: none."""
+    if state._is_root is None:
+        state._lazy_init()
+
+
+def is_sharded_root(state: Any) -> bool:
+    """Return whether FSDP2 knows this as a root: its forward has begun. Public: none."""
+    return state._is_root is True
+
+
+def is_last_backward(state: Any) -> bool:
+    """Return whether FSDP2 ends an iteration with the next backward. Public: only a setter."""
+    is_last: bool = state._state_ctx.is_last_backward
+    return is_last
+
+
+def set_last_backward(state: Any, is_last: bool) -> None:
+    """Say whether FSDP2 ends an iteration with the next backward. Public: for the root alone."""
+    state._state_ctx.is_last_backward = is_last
+
+
+class ShardedGroup:
+    """Parameters that FSDP2 gathers and reduces together. Public: none."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @classmethod
+    def all_of(cls, modules: Sequence[nn.Module]) -> "list[ShardedGroup]":
+        states = dict.fromkeys(map(sharded_state, modules))
+        return [cls(group) for state in states for group in state._fsdp_param_groups]
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh of the replicas."""
+        return self._group.mesh_info.mesh
+
+    @property
+    def settings(self) -> tuple[bool, bool, Any]:
+        """True if it reduces gradients, True if it frees parameters after a backward, and the mesh
+        over which it shards them between a forward and its backward; None if it keeps them."""
+        group = self._group
+        return group.reduce_grads, group.reshard_after_backward, group.post_forward_mesh_info
+
+    @settings.setter
+    def settings(self, settings: tuple[bool, bool, Any]) -> None:
+        group = self._group
+        group.reduce_grads, group.reshard_after_backward, group.post_forward_mesh_info = settings
+
+    @property
+    def is_gathered(self) -> bool:
+        gathered: bool = self._group.is_unsharded
+        return gathered
+
+    def gather(self) -> None:
+        """Gather the parameters, and wait for them."""
+        self._group.unshard()
+        self._group.wait_for_unshard()
+
+    def free(self) -> None:
+        """Free the parameters; a gather that nobody has waited for would stay."""
+        self._group.wait_for_unshard()
+        self._group.reshard()
+
+    def end_backward(self) -> None:
+        """Reduce the gradients, or keep them for later, as the settings say."""
+        self._group.post_backward()
+
+    def accumulate(self) -> None:
+        """Add the gradients of a microbatch up in the dtype in which they are reduced."""
+        for param in self._group.fsdp_params:
+            if param.reduce_dtype is not None and hasattr(param, "_unsharded_param"):
+                param.accumulate_unsharded_grad_if_needed()
+                param.to_accumulated_grad_if_needed()
+
+    def drop_grads(self) -> None:
+        """Forget the gradients that have not been reduced."""
+        for param in self._group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
+    @property
+    def has_unreduced_grads(self) -> bool:
+        """True if gradients wait for a backward that reduces them.
+
+        Those that were reduced over shards, but not over replicas, are apart from the parameters.
+        """
+        return self._group._partial_reduce_output is not None or any(
+            param.unsharded_accumulated_grad is not None
+            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+            for param in self._group.fsdp_params
+        )
+
+    def places(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield the modules that hold the parameters, and the names in them."""
+        for param in self._group.fsdp_params:
+            yield from _places(param)
+
+    def gathered_parameters(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """Yield the parameters that forwards use, once gathered: by module and name, as a module
+        holds other objects while it is sharded."""
+        for param in self._group.fsdp_params:
+            if hasattr(param, "_unsharded_param"):
+                for module, name in _places(param):
+                    yield module, name, param._unsharded_param
+
+
+def _places(param: Any) -> Iterator[tuple[nn.Module, str]]:
+    info = param._module_info
+    modules = [info.module, *info.shared_modules]
+    return zip(modules, [info.param_name, *info.shared_param_names], strict=True)
+
+
 def prepare_reducer(ddp: DistributedDataParallel) -> None:
-    """Let DDP reduce in the next backward, though its forward ran in `no_sync`. Public: none."""
+    """Let DDP reduce in the next backward, although its forward ran in `no_sync`. Public: none."""
     ddp.reducer.prepare_for_backward([])
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
-    """Set the deadline in the options of an NCCL group. Public: none with options."""
+    """Set the timeout in the options of an NCCL group. Public: none for options."""
     options._timeout = timeout
 
 
 # 7. Tracing, and counting without values.
 
-# The operation of a node of a traced graph, and what it says of its arguments. Public: none.
+# The operation of a node in a traced graph, and the description of its arguments. Public: none.
 OpOverload = torch._ops.OpOverload
 
 schema_of: Callable[[OpOverload], Any] = attrgetter("_schema")
-"""What an operation takes, returns and changes in place. Public: none."""
+"""The schema of an operation: what it takes, returns and changes in place. Public: none."""
 
-# A check that torch.export puts into graphs, and autocast breaks. Public: none.
+# A check that torch.export puts into graphs and that fails under autocast. Public: none.
 assert_tensor_metadata = torch.ops.aten._assert_tensor_metadata.default
 
 # Operations that run a graph within the graph. Public: none; they are not in torch's docs.
 wrap_with_autocast = torch.ops.higher_order.wrap_with_autocast
 wrap_with_set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled
 
-# Counts the bytes that operations make. Public: none; torch's docs show how to use this one.
+# Counts the bytes that operations allocate. Public: none; torch's docs show how to use this one.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
-# Runs a model on shapes alone, and the errors where shapes are not enough. Public: `with
-# torch.device("meta")`, which loses the devices of tensors.
+# The mode that runs a model on shapes alone, and its errors where shapes are not enough. Public:
+# `with torch.device("meta")`, which loses the devices of tensors.
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
-"""The logger that repeats such an error in many lines. Public: none."""
+"""The logger that repeats such an error over many lines. Public: none."""
 
 # The autograd Function of checkpoints with use_reentrant=True. Public: none.
 CheckpointFunction = torch.utils.checkpoint.CheckpointFunction

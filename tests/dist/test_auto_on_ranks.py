@@ -23,7 +23,7 @@ from worker_pool import WorkerPool
 pytestmark = pytest.mark.dist
 
 SOON_S = HANG_S / 2  # Ranks that were not told would wait twice as long.
-SLOW_S, FAST_S = 0.03, 0.001
+SLOW_S, FAST_S = 0.05, 0.001
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,8 @@ def test_all_ranks_end_if_the_search_fails_or_a_rank_dies_during_it(tmp_path: Pa
 
         for report in session.reports("late")[1:]:
             assert report.is_a("CommError")  # A DeadlineError, unless the other's came first.
-            assert "waited 1 s for the schedule of the next steps by rank 0, in vain" in report.text
+            expected = "timed out after 1 s waiting for the schedule of the next steps by rank 0."
+            assert expected in report.text
 
         survivors = [session.report("dies", rank) for rank in (0, 2)]
         assert all(report.is_a("CommError") for report in survivors)

@@ -1,11 +1,14 @@
-"""The examples that need several processes, each run by torch's own launcher."""
+"""The examples that need several processes; the README's script by torch's own launcher."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from launcher import launch
+from launcher import launch, launch_by_torchrun
 
 pytestmark = pytest.mark.dist
 
@@ -58,7 +61,30 @@ def test_script_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
     readme = (EXAMPLES.parent / "README.md").read_text()
     [block] = re.findall(r"```python\n([^`]*init_process_group[^`]*)```", readme)
     (tmp_path / "script.py").write_text(block)
-    printed = launch(tmp_path / "script.py", tmp_path)
+    printed = launch_by_torchrun(tmp_path / "script.py", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert 3 == len(losses)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("name", "num_blocks"), [("sharded_stages", 8), ("tensor_parallel", 4)])
+def test_stages_in_a_mesh_learn_as_the_whole_model(
+    name: str, num_blocks: int, tmp_path: Path
+) -> None:
+    example = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(example["Block"]() for _ in range(num_blocks)))
+    sizes = [example[size] for size in ("BATCH", "TOKENS", "WIDTH") if size in example]
+    x, target = torch.randn(2, *sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    expected = []
+    for _ in range(example["NUM_STEPS"]):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), target)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    printed = launch(EXAMPLES / f"{name}.py", tmp_path, num_ranks=4)
+    # Four digits are printed.
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert expected == pytest.approx(losses, abs=1e-4)

@@ -358,7 +358,8 @@ def _check_that_waiting_ends(session: Session, scenario: str) -> None:
         assert report.is_a("CommError"), report.trace
         assert "DeadlineError" in report.text or report.is_a("DeadlineError"), report.trace
         assert report.text.startswith(f"rank {rank} ")
-        assert re.search(r"waited 1 s for the \w+ of microbatch \d for stage \d", report.text)
+        expected = r"timed out after 1 s waiting for the \w+ of microbatch \d for stage \d"
+        assert re.search(expected, report.text)
         assert SHORT_TIMEOUT_S * 0.5 < report.ended_at - failed_at < SOON_S
     in_vain = [report for _, report in waiting if report.is_a("DeadlineError")]
     assert in_vain
@@ -391,8 +392,8 @@ def test_a_rank_that_makes_no_step_is_named(session: Session) -> None:
     for rank, report in _others(reports, absent):
         assert report.is_a("DeadlineError", "TimeoutError"), report.trace
         expected = (
-            f"rank {rank} waited 1 s for rank {absent} to begin a first step with the same "
-            "pipeline, in vain."
+            f"rank {rank} timed out after 1 s waiting for rank {absent} to begin a first step with "
+            "the same pipeline."
         )
         assert report.text.startswith(expected)
         assert report.seconds < SOON_S
@@ -490,7 +491,7 @@ def test_a_process_that_is_killed_ends_all_others(session: Session) -> None:
             assert report.is_a("CommError"), report.trace
             assert not report.is_a("DeadlineError"), report.trace
             assert f"on rank {VICTIM}, because the connection was lost (" in report.text
-            end = "The other process has ended without a word: look for it in the logs."
+            end = "The other process ended without reporting an error: see its logs."
             assert end in report.text
             assert report.ended_at - session.failed_at("kill") < SOON_S
 

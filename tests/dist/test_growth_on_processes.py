@@ -15,7 +15,7 @@ from worker_pool import LINKS, WorkerPool
 pytestmark = pytest.mark.dist
 
 # As in tests/runtime/test_growth.py.
-ROWS, COLUMNS = 256, 64
+ROWS, COLUMNS = 512, 64
 ROOM_BYTES = 4_000_000
 
 

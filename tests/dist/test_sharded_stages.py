@@ -9,12 +9,16 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from fuzzing import rotated
 from local_steps import mean_square
-from penstock import Pipeline
+from penstock import Pipeline, Schedule
 from penstock.backward import SplitEngine, stage_backward_input
 from penstock.errors import BackwardError, StageError
 from stage_training import assert_close, make_stages
@@ -35,8 +39,6 @@ def wrap(kind: str, module: nn.Sequential, mesh: Any) -> nn.Module:
     match kind:
         case "fully_shard":
             return fully_shard(module, mesh=mesh)
-        case "fully_shard on a block":
-            fully_shard(module[2], mesh=mesh)
         case "replicate":
             return replicate(module, mesh=mesh)
         case "replicate by DDP":
@@ -74,21 +76,10 @@ def refusal_of(world: dist.ProcessGroup, kind: str, schedule: str, wraps_late: b
 
 
 REFUSED = {
-    "fully_shard": (
-        "ZB-H1",
-        "it has fully_shard (FSDP2), which gives wrong gradients in a split",
-    ),
-    "fully_shard on a block": ("ZB-H1", "its module '2' has fully_shard (FSDP2)"),
-    "replicate": ("ZB-H1", "it has replicate (built on FSDP2), which gives wrong"),
-    "replicate by DDP": (
-        "1F1B",
-        "it has replicate (built on DistributedDataParallel), which",
-    ),
-    "DDP on a block": ("1F1B", "its module '2' has DistributedDataParallel on a part of the"),
-    "FSDP1": (
-        "1F1B",
-        "it has FullyShardedDataParallel (FSDP1), which gives wrong gradients in a",
-    ),
+    "replicate by DDP": "it has replicate (built on DistributedDataParallel), which gives wrong",
+    "DDP on a block": "its module '2' has DistributedDataParallel on a part of the stage, which",
+    "FSDP1": "it has FullyShardedDataParallel (FSDP1), which gives wrong gradients in a pipeline",
+    "fully_shard before DDP on a block": "its module '2' has DistributedDataParallel on a part",
 }
 
 
@@ -96,11 +87,10 @@ REFUSED = {
 def test_stage_whose_gradients_would_be_wrong_is_refused(
     kind: str, wraps_late: bool, fresh_pool: WorkerPool
 ) -> None:
-    schedule, words = REFUSED[kind]
-    for message in fresh_pool.run(2, refusal_of, kind, schedule, wraps_late):
+    for message in fresh_pool.run(2, refusal_of, kind, "1F1B", wraps_late):
         assert message.startswith("stage 0 on rank 0: ")
-        assert words in message
-        assert "such as 1F1B" in message
+        assert REFUSED[kind] in message
+        assert message.endswith("DistributedDataParallel: both work with every schedule.")
 
 
 @pytest.mark.parametrize("wraps_late", [False, True], ids=["before", "after"])
@@ -109,13 +99,15 @@ def test_static_graph_of_ddp_is_refused(wraps_late: bool, fresh_pool: WorkerPool
         assert "DistributedDataParallel with static_graph=True" in message
 
 
-def grads_with_full_backwards(world: dist.ProcessGroup, kind: str) -> dict[str, Tensor]:
+def grads_of_unequal_replicas(
+    world: dist.ProcessGroup, kind: str, schedule: str
+) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (2,))
     rank = dist.get_rank()
     own = [dist.new_group([0]), dist.new_group([1])][rank]
     module = wrap(kind, make_module(), mesh)
     pipeline = Pipeline(
-        make_stages(own, [module], [0]), "1F1B", num_microbatches=2, loss_fn=mean_square
+        make_stages(own, [module], [0]), schedule, num_microbatches=2, loss_fn=mean_square
     )
     x, target = batch()
     sizes = [5, 3]  # Replicas whose batches differ.
@@ -133,14 +125,60 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, target
 
 
-@pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
-def test_sharded_stage_trains_with_full_backwards(kind: str, fresh_pool: WorkerPool) -> None:
+@rotated(kind=["fully_shard", "replicate"], schedule=["1F1B", "ZB-H1"], num_cases=4)
+def test_replicas_whose_batches_differ_train_as_one(
+    kind: str, schedule: str, fresh_pool: WorkerPool
+) -> None:
     module = make_module()
     x, target = batch()
     mean_square(module(x), target).backward()
-    for grads in fresh_pool.run(2, grads_with_full_backwards, kind):
+    for grads in fresh_pool.run(2, grads_of_unequal_replicas, kind, schedule):
         for name, param in module.named_parameters():
             assert_close(name, param.grad, grads[name])
+
+
+def grads_in_reduce_dtype(world: dist.ProcessGroup) -> Tensor:
+    """The gradient of microbatches whose sum 16 bits cannot hold."""
+    mesh = init_device_mesh("cpu", (2,))
+    own = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    module = fully_shard(nn.Linear(2, 2, bias=False), mesh=mesh, mp_policy=policy)
+    pipeline = Pipeline(
+        make_stages(own, [module], [0]),
+        Schedule.from_csv("0F0,0F1,0F2,0F3,0I0,0I1,0I2,0I3,0W0,0W1,0W2,0W3\n"),
+        loss_fn=lambda outputs, _: outputs.mean(),
+    )
+    x = torch.tensor([256.0, 1.0, 1.0, 1.0]).view(4, 1).expand(4, 2).contiguous()
+    # With a gradient of the inputs, W multiplies by itself, after FSDP2's hooks.
+    pipeline.step(x.clone().requires_grad_(), target=x)
+    full: Tensor = module.weight.grad.full_tensor()
+    return full
+
+
+def test_microbatches_add_up_in_the_dtype_of_the_reduction(fresh_pool: WorkerPool) -> None:
+    for grad in fresh_pool.run(2, grads_in_reduce_dtype):
+        assert torch.equal(torch.full((2, 2), (256 + 3) / 8), grad)
+
+
+def refusal_of_several_meshes(world: dist.ProcessGroup) -> str:
+    own = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    module = make_module()
+    for place, name in ((0, "one"), (2, "other")):
+        fully_shard(module[place], mesh=init_device_mesh("cpu", (2,), mesh_dim_names=(name,)))
+    stages = make_stages(own, [module], [0])
+    pipeline = Pipeline(stages, "1F1B", num_microbatches=2, loss_fn=mean_square)
+    x, target = batch()
+    try:
+        pipeline.step(x, target=target)
+    except StageError as error:
+        return str(error)
+    return ""
+
+
+def test_stage_on_several_meshes_does_not_say_where_its_batch_is(fresh_pool: WorkerPool) -> None:
+    for message in fresh_pool.run(2, refusal_of_several_meshes):
+        assert message.startswith("stage 0 on rank 0 is sharded over several meshes")
+        assert message.endswith("Give the pipeline the replica_group.")
 
 
 def refusals_of_halves(world: dist.ProcessGroup) -> list[str]:
@@ -160,5 +198,5 @@ def refusals_of_halves(world: dist.ProcessGroup) -> list[str]:
 
 def test_halves_of_a_sharded_module_are_refused(fresh_pool: WorkerPool) -> None:
     for by_engine, by_functions in fresh_pool.run(2, refusals_of_halves):
-        assert "the module has fully_shard (FSDP2), whose split backward" in by_engine
+        assert "the module is sharded by fully_shard (FSDP2) or replicate" in by_engine
         assert "sharded by fully_shard (FSDP2) or replicate" in by_functions

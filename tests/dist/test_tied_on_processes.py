@@ -5,12 +5,20 @@
 
 import gc
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fuzzing import rotated
+from limits import HANG_S
+from local_steps import mean_square
+from penstock import Pipeline, PipelineStage
 from tied_models import TiedRecord, TiedRun, assert_trains_as_unsplit, train_tied
 from worker_pool import LINKS, WorkerPool
 
@@ -64,3 +72,44 @@ def test_copies_that_data_parallel_stages_hold(
     results = pool.run(4, _train_replicas, run, is_bucket_view)
     for replica in (results[:2], results[2:]):
         assert_trains_as_unsplit(run, replica)
+
+
+class Scale(nn.Module):
+    """Multiplies by a replicated weight, whose gradient is a sum over the shards of the batch."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        weight = torch.linspace(0.5, 1.5, 3).double()
+        self.weight = nn.Parameter(DTensor.from_local(weight, mesh, [Replicate()]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = DTensor.from_local(x, self.mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+        scaled: Tensor = (rows * self.weight).full_tensor()
+        return scaled
+
+
+def _train_scales(world: dist.ProcessGroup) -> list[tuple[Any, Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    rank, module = mesh.get_local_rank("pp"), Scale(mesh["tp"])
+    stage = PipelineStage(
+        module, rank, 2, "cpu", group=mesh.get_group("pp"), tied={"weight": "scale"}
+    )
+    pipeline = Pipeline(stage, "1F1B", num_microbatches=2, loss_fn=mean_square, timeout=HANG_S)
+    x = torch.arange(24.0).view(8, 3).double()
+    found = []
+    for _ in range(2):  # The second adds to the gradient of the first.
+        pipeline.step(x, target=x)
+        grad = module.weight.grad
+        found.append((grad.placements, grad.to_local().clone()))
+    return found
+
+
+def test_copies_that_are_replicated_over_a_mesh(fresh_pool: WorkerPool) -> None:
+    weight = torch.linspace(0.5, 1.5, 3).double().requires_grad_()
+    x = torch.arange(24.0).view(8, 3).double()
+    mean_square(x * weight * weight, x).backward()
+    for steps in fresh_pool.run(4, _train_scales):
+        for number, (placements, grad) in enumerate(steps, 1):
+            assert (Replicate(),) == placements
+            torch.testing.assert_close(grad, number * weight.grad, rtol=1e-14, atol=0.0)

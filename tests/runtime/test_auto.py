@@ -24,6 +24,7 @@ from penstock import (
     local_ranks,
     schedules,
 )
+from penstock.comm.pipelines_together import Peers
 from penstock.errors import AgreementError, CostError, StageError
 from penstock.ir import Forward
 from penstock.runtime.auto.auto_pilot import AutoPilot
@@ -112,7 +113,7 @@ def test_change_is_logged_on_one_rank_with_what_is_expected_and_what_came(
         run_locally(AutoRun("mlp", (0, 1), num_steps=9))
     changed, measured = (record.getMessage() for record in caplog.records)
     assert re.search(
-        r"changed the schedule: 1\.\d\d times as fast as the first steps' is expected, within "
+        r"changed the schedule: expected to be 1\.\d\d times as fast as the first steps, within "
         r"\d\.\d% of the lower bound\n"
         r"  before: 1\.5e\+04 ms a step, bubble 20\.0%, memory 2 bytes\n"
         r"  after:  \S+ ms a step, bubble \S+%, memory \S+ bytes",
@@ -127,7 +128,7 @@ def test_schedule_that_cannot_be_beaten_is_kept(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO, logger="penstock"):
         ranks = run_locally(AutoRun("mlp", (0,), num_steps=10))
     (kept,) = (record.getMessage() for record in caplog.records)
-    assert kept.startswith("kept the schedule: none that was found is faster (1.2e+04 ms a step")
+    assert kept.startswith("kept the schedule: found none that is faster (1.2e+04 ms a step")
     assert ranks[0].schedules[1] == ranks[0].schedules[-1]
 
 
@@ -249,7 +250,7 @@ def test_schedule_is_not_known_before_the_first_step() -> None:
     def main(group: LocalGroup) -> None:
         pipeline = make_auto(group, mlp(1), Placement.linear(1))
         assert 4 == pipeline.num_microbatches
-        with pytest.raises(StageError, match="the schedule is not known yet: it follows from"):
+        with pytest.raises(StageError, match="the schedule is not known yet: it depends on"):
             _ = pipeline.schedule
 
     local_ranks(1, main)
@@ -308,16 +309,21 @@ def test_numbers_of_any_kind_are_memory() -> None:
         step_on_two_ranks(memory=memory)
 
 
-def test_data_parallel_stages_that_share_a_rank_are_rejected() -> None:
+def test_data_parallel_stages_without_known_replicas_are_rejected() -> None:
     """Replicas would find schedules of their own, and reduce gradients with the wrong ones."""
 
     class Wrapped(penstock.PipelineStage):
-        is_data_parallel = True  # type: ignore[assignment]
+        is_reduced = True  # type: ignore[assignment]
 
     def main(group: LocalGroup) -> None:
         stages = [Wrapped(nn.Linear(2, 2), index, 2, "cpu", group=group) for index in range(2)]
-        with pytest.raises(StageError, match=r"stages \[0, 1\] are data parallel, with several on"):
-            Pipeline(stages, "auto", num_microbatches=2, loss_fn=mean_square)
+        pipeline = Pipeline(
+            stages, "auto", num_microbatches=2, loss_fn=mean_square, scale_grads=False
+        )
+        with pytest.raises(
+            StageError, match=r"stages \[0, 1\] are data parallel .* but rank 0 does"
+        ):
+            pipeline.step(torch.ones(2, 2), target=torch.ones(2, 2))
 
     local_ranks(1, main)
 
@@ -364,6 +370,10 @@ def test_custom_function_runs_in_every_step() -> None:
     assert [20, 20] == local_ranks(2, main)
 
 
+def no_peers() -> Peers:
+    return Peers.of((), torch.device("cpu"), 10.0)
+
+
 class _Phase:
     """A plan that is followed, with times that have drifted by these shares."""
 
@@ -379,7 +389,7 @@ class _Phase:
 
 def test_times_must_have_drifted_twice_in_a_row() -> None:
     def main(group: LocalGroup) -> list[bool]:
-        pilot = AutoPilot(Auto(replan_when=0.5), 10.0)
+        pilot = AutoPilot(Auto(replan_when=0.5), 10.0, no_peers)
         pilot._comm, pilot._device = group.connect(), torch.device("cpu")
         phase: Any = _Phase(1.0, 0.1, 1.0, 1.0)
         meter: Any = None
@@ -389,5 +399,5 @@ def test_times_must_have_drifted_twice_in_a_row() -> None:
 
 
 def test_search_takes_no_longer_than_half_of_what_others_wait() -> None:
-    assert 5.0 == AutoPilot(Auto(seconds=60), 10.0)._search_s
-    assert 1.0 == AutoPilot(Auto(seconds=1), 10.0)._search_s
+    assert 5.0 == AutoPilot(Auto(seconds=60), 10.0, no_peers)._search_s
+    assert 1.0 == AutoPilot(Auto(seconds=1), 10.0, no_peers)._search_s

@@ -10,9 +10,9 @@ from penstock import Pipeline, Schedule, schedules
 from staged_models import MODELS
 from tensor_counts import growth_of, live_tensors, weights_and_grads
 
-# What goes between the stages in the long runs: one microbatch of it is 32 kB, and one of them
-# kept in each of the 240 steps that are measured would be 8 MB.
-ROWS, COLUMNS = 256, 64
+# What goes between the stages in the long runs: one microbatch of it is 64 kB, and one of them
+# kept in each of the 120 steps that are measured would be 8 MB.
+ROWS, COLUMNS = 512, 64
 ROOM_BYTES = 4_000_000
 
 

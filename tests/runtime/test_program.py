@@ -294,3 +294,41 @@ def test_what_skips_stages_is_sent_after_what_goes_to_the_next_one() -> None:
     assert {0: expected} == second.arriving
     # Rank 0 has received both activations of rank 1 before it sends a gradient.
     assert [(0, 0), (0, 0), (0, 2), (0, 2)] == [second.received_before[key] for key in expected]
+
+
+@pytest.mark.parametrize(
+    ("sharded", "order", "expected"),
+    [
+        pytest.param({0}, "0F0,0F1,0B0,0B1", "0F0,0F1,0B0,0B1,0REDUCE_GRAD", id="full backwards"),
+        pytest.param(
+            {0},
+            "0F0,0F1,0I0,0I1,0W0,0W1",
+            "0F0,0F1,0I0,0I1,0RESHARD,0W0,0W1,0REDUCE_GRAD",
+            id="freed after the last input backward",
+        ),
+        pytest.param(
+            {1},
+            "0F0,1F0,1I0,0I0,1W0,0W0",
+            "0F0,1F0,1I0,1RESHARD,0I0,1W0,1REDUCE_GRAD,0W0",
+            id="the other stage is not sharded",
+        ),
+        pytest.param(
+            {0},
+            "0F0,0I0,0W0,0REDUCE_GRAD",
+            "0F0,0I0,0RESHARD,0W0,0REDUCE_GRAD",
+            id="the order says when to reduce",
+        ),
+        pytest.param(
+            {0},
+            "0UNSHARD,0F0,0I0,0W0,0RESHARD,0REDUCE_GRAD",
+            "0UNSHARD,0F0,0I0,0W0,0RESHARD,0REDUCE_GRAD",
+            id="the order says it all",
+        ),
+        pytest.param({0}, "0F0,0F1", "0F0,0F1", id="inference"),
+    ],
+)
+def test_sharded_stage_is_freed_and_reduced_as_early_as_can_be(
+    sharded: set[int], order: str, expected: str
+) -> None:
+    program = make_program(Schedule.from_csv(order + "\n"), 0, sharded=sharded)
+    assert expected.split(",") == [str(entry.action) for entry in program.entries]

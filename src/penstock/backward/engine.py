@@ -1,11 +1,12 @@
-"""The engine that a runtime uses: the split backward of a module that runs again and again.
+"""The engine that a runtime uses: the split backward of a module that runs many times.
 
 It controls the forward too, so most weight gradients never enter the graph (see
-`leaf_modules`); what is left is found as the functions find it (see `harvest`).
+`leaf_modules`). It finds the rest in the same way as the functions do (see `harvest`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from penstock.backward.harvesting import gradient_edge
 from penstock.backward.input_half import HalfPlan, plan_for, run_input_half
 from penstock.backward.leaf_modules import Sink, Tap, find_leaf_modules
 from penstock.backward.settling import carry_on, settle
+from penstock.backward.sharding import Sharding
 from penstock.backward.sources import WeightWork
 from penstock.backward.structure import (
     differentiable,
@@ -29,19 +31,19 @@ from penstock.backward.translate import translated
 from penstock.backward.wrappers import find_wrapper
 from penstock.errors import BackwardError
 from penstock.sealed import Sealed
-from penstock.torch_private import own_parameters
+from penstock.torch_private import hooks_of_all_calls, own_parameters, pytree
 
 InputGrads: TypeAlias = tuple[Tensor | None, ...]
 
 
 class SplitEngine(Sealed):
-    """Prepares a stage's module once; then runs forwards whose backward comes in two halves.
+    """The split backward of one stage's module: prepared once, used for every forward.
 
-    The module itself stays as it is: what the engine changes is in force only while one
-    of its calls runs. Prepare the engine when the module is complete: wrapped (DDP, say),
-    lazy modules initialised. If modules are added, replaced or wrapped later, prepare another
-    one; after converting parameters in place (`half()`, say) call `refresh()`. A `PipelineStage`
-    does both by itself. The first forward is checked more closely than later ones.
+    The module itself is not changed: the engine's patches apply only while one of its calls
+    runs. Prepare the engine when the module is complete: wrapped (in DDP, for example), and lazy
+    modules initialised. If modules are added, replaced or wrapped later, prepare another engine.
+    After converting parameters in place (with `half()`, for example), call `refresh()`.
+    A `PipelineStage` does both itself. The first forward is checked more closely than later ones.
 
         >>> import torch
         >>> engine = SplitEngine(torch.nn.Linear(2, 2))
@@ -55,7 +57,7 @@ class SplitEngine(Sealed):
         torch.Size([2, 2])
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, sharding: Sharding | None = None) -> None:
         for name, param in module.named_parameters():
             if is_lazy(param):
                 raise BackwardError(
@@ -65,31 +67,40 @@ class SplitEngine(Sealed):
         if (found := find_wrapper(module)) is not None:
             name, wrapper = found
             raise BackwardError(
-                f"the module has {wrapper.name}{f' on {name!r}' if name else ''}, whose split "
+                f"the module has {wrapper}{f' on {name!r}' if name else ''}, whose split "
                 "backward is not supported: gradients would be reduced before they are complete. "
                 "Use stage_backward, or a module without it."
             )
+        if sharding is None and Sharding(module):
+            raise BackwardError(
+                "the module is sharded by fully_shard (FSDP2) or replicate, whose gradients are "
+                "reduced once in a step, which an engine alone does not know. Put the module into "
+                "a PipelineStage and run it in a Pipeline."
+            )
+        self._sharding = sharding
         self.module = module
         self._sink = Sink()
         self._leaves = find_leaf_modules(module, self._sink)
-        # Live: a parameter that is replaced is found, at less cost than module.parameters().
+        # Live dicts: they show replaced parameters, and are faster than module.parameters().
         self._parameters = [own for m in module.modules() if (own := own_parameters(m))]
         self._signals = any(_is_held(param) for param in self._trainable())
         self._must_walk = True
         self._seal()
 
     def forward(self, *args: Any, **kwargs: Any) -> "PendingBackward":
-        """Run the module. The returned pass holds the outputs and runs their backward."""
+        """Run the module. The returned object holds the outputs and runs their backward."""
         taps: list[Tap] = []
         token = object()
         self._sink.taps, self._sink.owner = taps, token
+        inputs = tensors_in((args, kwargs))
+        if hooks_of_all_calls:
+            args, kwargs = pytree.tree_map_only(Tensor, _not_leaf, (args, kwargs))
         try:
             with self._patched():
                 outputs = self.module(*args, **kwargs)
         finally:
             self._sink.taps = self._sink.owner = None
         self._sink.is_wary = False
-        inputs = tensors_in((args, kwargs))
         outside = {x.grad_fn for x in inputs}
         for output in tensors_in(outputs):
             if output.grad_fn is not None and output.grad_fn not in outside:
@@ -97,17 +108,28 @@ class SplitEngine(Sealed):
         return PendingBackward(self, outputs, inputs, taps, token)
 
     def __reduce__(self) -> tuple[type["SplitEngine"], tuple[nn.Module]]:
-        """Make a copy anew from its module: leaf modules hold on to the one they were made for."""
+        """Build a copy from its module: leaf modules refer to the engine they were made for."""
         return SplitEngine, (self.module,)
 
     def refresh(self) -> None:
-        """Look at the parameters again, which may have been converted in place since."""
+        """Look at the parameters again; they may have been converted in place."""
         for leaf in self._leaves:
             leaf.params.refresh()
 
     def _trainable(self) -> list[Tensor]:
-        found = (param for params in self._parameters for param in params.values())
+        if self._sharding is None:
+            found: Iterable[Tensor | None] = chain(*(own.values() for own in self._parameters))
+        else:
+            found = self._sharding.used_parameters(self._parameters)
         return list({id(p): p for p in found if p is not None and p.requires_grad}.values())
+
+    @property
+    def needs_parameters(self) -> bool:
+        """Return whether the weight half uses values of parameters, not only their shapes.
+
+        Known after the first input half. It does where products were found in the graph.
+        """
+        return self._must_walk
 
     def _input_half(
         self,
@@ -117,12 +139,12 @@ class SplitEngine(Sealed):
         taps: list[Tap],
         token: object,
     ) -> tuple[Sequence[Tensor | None], "_Remainder"]:
-        """The inputs' gradients and what W has to do, by one engine pass."""
+        """Return the inputs' gradients and the work left for W, from one engine pass."""
         params = self._trainable()
         edges = [GradientEdge(tap.node, 0) for tap in taps]
         plan = HalfPlan((), params)
         if self._must_walk and inputs:
-            # What leads to a tap runs in this pass and is released, so it cannot wait.
+            # Nodes that lead to a tap run in this pass and are released, so they cannot wait.
             plan = plan_for(roots, [*map(gradient_edge, inputs), *edges], params)
             self._must_walk = bool(plan.waiting)
         with self._running(token), translated(roots):
@@ -131,7 +153,7 @@ class SplitEngine(Sealed):
             )
         work = WeightWork([], [])
         needed: list[Tensor] = []
-        # Backwards, as autograd goes: a weight that several layers share is summed in that order.
+        # In autograd's order, last first: a weight that several layers share is summed that way.
         for tap, grad in zip(reversed(taps), reversed(tap_grads), strict=True):
             if grad is not None:
                 needed += tap.add_terms(grad, work.terms)
@@ -142,7 +164,7 @@ class SplitEngine(Sealed):
         return input_grads, _Remainder(work, groups, Unmodified(needed))
 
     def _settle(self, remainder: "_Remainder", token: object) -> None:
-        """Do what is left: the weight half."""
+        """Do the remaining work: the weight backward."""
         work, groups, unmodified = remainder
         unmodified.check()
         params = self._trainable()
@@ -151,13 +173,17 @@ class SplitEngine(Sealed):
             group.check(known)
             group.add_work(work)
         if work.tails:
-            with self._running(token):
+            with self._gathered(), self._running(token):
                 work.terms.extend(carry_on(work.tails, params))
         settle(work.terms, signal_accumulators=self._signals)
 
+    def _gathered(self) -> AbstractContextManager[None]:
+        """Hold the values of all parameters, for a graph that leads through them."""
+        return nullcontext() if self._sharding is None else self._sharding.gathered()
+
     @contextmanager
     def _running(self, token: object) -> Iterator[None]:
-        """Let the backward of a pass run, recomputations included."""
+        """Allow the backward of a pass to run, including recomputations."""
         self._sink.owner = token
         try:
             with self._patched():
@@ -167,7 +193,7 @@ class SplitEngine(Sealed):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        """Let leaf modules put off their weight gradients, here and in recomputations."""
+        """Let leaf modules defer their weight gradients, here and in recomputations."""
         patched = []
         for module, _, forward in self._leaves:
             if "forward" not in module.__dict__:  # The user's own patch comes first.
@@ -181,7 +207,7 @@ class SplitEngine(Sealed):
 
 
 class _Remainder(NamedTuple):
-    """What an input half leaves to do, if nobody writes to what it needs."""
+    """The work that an input backward leaves, and a check that nobody overwrites its tensors."""
 
     work: WeightWork
     groups: list[ParamGroup]
@@ -194,9 +220,9 @@ class _Remainder(NamedTuple):
 class PendingBackward:
     """One microbatch's forward: its outputs, and its backward, which can be run once.
 
-    `outputs` is what the module returned; `inputs` lists the tensors it was given, in
-    order: those in tuples, lists, dicts and keyword arguments included. The backward must
-    be run from here: the graph of the outputs alone does not lead to the weights.
+    `outputs` is what the module returned. `inputs` lists the tensors it was given, in order,
+    including those in tuples, lists, dicts and keyword arguments. The backward must be run
+    from here: the graph of the outputs alone does not lead to the weights.
     """
 
     def __init__(
@@ -216,11 +242,11 @@ class PendingBackward:
     def backward_input(
         self, output_grads: Any = None, *, loss: Any = None
     ) -> tuple[InputGrads, "PendingWeights"]:
-        """The input half: gradients of `inputs`, and the weight half, pending.
+        """Run the input backward; return the gradients of `inputs` and the weight backward.
 
         Give either `output_grads`, which mirrors the outputs (None for an output that
         nobody used), or the `loss` that was computed from the outputs. If no input needs
-        a gradient nothing is urgent: all is left to the weight half, the graph included.
+        a gradient, the whole backward is left to the weight backward, which holds the graph.
         """
         if (output_grads is None) == (loss is None):
             raise BackwardError(
@@ -254,14 +280,14 @@ class PendingBackward:
         return spread_over(self.inputs, inputs, grads), pending
 
     def backward(self, output_grads: Any = None, *, loss: Any = None) -> InputGrads:
-        """The full backward: both halves, one after the other."""
+        """Run the full backward: both halves, one after the other."""
         input_grads, pending = self.backward_input(output_grads, loss=loss)
         pending.run()
         return input_grads
 
 
 class PendingWeights:
-    """What an input backward left to be done. Run it once, at any later time."""
+    """The weight backward that an input backward left. Run it once, at any later time."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
@@ -271,20 +297,29 @@ class PendingWeights:
         if self._work is None:
             raise BackwardError(
                 "this weight backward has run already. Run each PendingWeights once: every "
-                "backward_input() returns one of its own."
+                "backward_input() returns its own."
             )
         work, self._work = self._work, None
         work()
 
 
+def _not_leaf(tensor: Tensor) -> Tensor:
+    """Return a view in place of a leaf that needs a gradient.
+
+    FlopCounterMode and CommDebugMode put multi-grad hooks on what modules are called with. On a
+    leaf, such a hook fails in a pass that is asked for the leaf's gradient, as the input half is.
+    """
+    return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
+
+
 def _is_held(param: Tensor) -> bool:
-    """Whether someone keeps the parameter's accumulator, as those who put hooks on it must."""
+    """Return whether anything holds the parameter's accumulator, as code with hooks on it must."""
     mark = "penstock.backward"
     _notes_on(param)[mark] = True
     return _notes_on(param).pop(mark, False)
 
 
 def _notes_on(param: Tensor) -> dict[str, bool]:
-    """The notes that anyone may leave on the parameter's accumulator; they die with it."""
+    """Return the metadata of the parameter's accumulator, which disappears with it."""
     notes: dict[str, bool] = gradient_edge(param).node.metadata  # type: ignore[assignment]  # a property
     return notes

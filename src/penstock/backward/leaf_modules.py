@@ -1,13 +1,12 @@
-"""Leaf modules that put off their own weight gradients: linear layers and convolutions.
+"""Leaf modules that defer their own weight gradients: linear layers and convolutions.
 
 In an engine's forward they run on detached weights, so that autograd has no weight
-gradient to compute, and leave a *tap*: the input they saw, and the node at which their
-output's gradient will arrive.
+gradient to compute, and leave a *tap*: their input, and the node at which their output's
+gradient will arrive.
 
-A tap that holds the input keeps it alive. Where saved-tensor hooks are in force
-(checkpointing, offloading) that is just what the user wants to avoid; there an identity
-node before the module saves the input the ordinary way, and hands it to the tap when the
-backward comes by.
+A tap that holds the input keeps it alive. Under saved-tensor hooks (checkpointing,
+offloading) that is what the user wants to avoid. There, an identity node before the module
+saves the input as autograd normally does, and hands it to the tap during the backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,19 +17,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 
-from penstock.backward.settling import Terms, is_plain
+from penstock.backward.settling import PLAIN_TYPES, Terms, is_plain
+from penstock.backward.sharded_products import (
+    can_multiply_rows,
+    is_sharded,
+    product_of,
+    shard_of,
+    shares_memory,
+)
 from penstock.backward.terms import (
     ConvolutionGeometry,
     ConvolutionGrads,
     ConvolutionPart,
-    MatrixProduct,
     SumTo,
+    Term,
     is_column_major,
     modified,
 )
 from penstock.backward.wrappers import is_compiled
 from penstock.errors import BackwardError
 from penstock.torch_private import (
+    is_async_tensor,
     own_parameters,
     peek_interpreter_stack,
     top_saved_tensors_hooks,
@@ -42,10 +49,10 @@ ForwardFunction: TypeAlias = Callable[..., Tensor]
 
 
 class Sink:
-    """Where leaf modules leave their taps; None while no forward runs.
+    """The list in which leaf modules leave their taps; `taps` is None while no forward runs.
 
     `owner` is the token of the pass whose forward or backward is running. `is_wary`: make
-    taps that refuse any backward which does not come from their own pass.
+    taps that refuse any backward that does not come from their own pass.
     """
 
     __slots__ = ("is_wary", "owner", "taps")
@@ -56,7 +63,7 @@ class Sink:
         self.is_wary = True
 
     def refusal_unless(self, owner: object) -> Callable[[object], None]:
-        """A pre-hook that refuses a backward which is not the owner's."""
+        """Return a pre-hook that refuses a backward that is not the owner's."""
 
         def refuse(_: object) -> None:
             if self.taps is not None or self.owner is not owner:
@@ -67,9 +74,9 @@ class Sink:
 
 def _not_from_here() -> BackwardError:
     return BackwardError(
-        "a backward reached the graph of a SplitEngine's forward, in which the weights take no "
-        "part, by another way than that forward's own PendingBackward. Call its backward_input() "
-        "or backward(), with a loss computed from its own outputs; a module that differentiates "
+        "a backward reached the graph of a SplitEngine's forward, which does not contain the "
+        "weights, but not through that forward's own PendingBackward. Call its backward_input() "
+        "or backward(), with a loss computed from its own outputs. A module that differentiates "
         "itself in its forward needs stage_backward_input and stage_backward_weight instead."
     )
 
@@ -82,7 +89,7 @@ class Call(NamedTuple):
     geometry: ConvolutionGeometry | None
 
     def run(self, x: Tensor) -> Tensor:
-        """The module's output for `x`, as far as autograd can see without parameters."""
+        """Return the module's output for `x`, with the parameters hidden from autograd."""
         weight = self.weight.detach()
         bias = None if self.bias is None else self.bias.detach()
         if weight.dtype is not x.dtype:
@@ -95,7 +102,7 @@ class Call(NamedTuple):
         return torch.addmm(bias, x, weight.t())
 
     def add_terms(self, grad: Tensor, x: Tensor, terms: Terms) -> None:
-        """Add the terms of the parameters, for the gradient of the output for `x`."""
+        """Add the terms of the parameters, where `grad` is the gradient of the output for `x`."""
         weight, bias, geometry = self
         bias = bias if bias is not None and bias.requires_grad else None
         if geometry is None:
@@ -109,48 +116,57 @@ class Call(NamedTuple):
                 terms.append((bias, ConvolutionPart(grads, 1)))
 
 
-def _linear_product(grad: Tensor, x: Tensor, weight: Tensor) -> MatrixProduct:
-    """The gradient of a linear layer's weight, whose transpose is the right factor."""
+def _linear_product(grad: Tensor, x: Tensor, weight: Tensor) -> Term:
+    """Return the gradient of a linear layer's weight, whose transpose is the right factor."""
     if is_column_major(weight.shape[::-1], weight.stride()[::-1]):
-        return MatrixProduct(grad.t(), x)
-    return MatrixProduct(x.t(), grad, is_transposed=True)
+        return product_of(grad.t(), x)
+    return product_of(x.t(), grad, is_transposed=True)
 
 
 class _Place:
-    """Holds a module's input: from the forward on, or from when the backward brings it."""
+    """A module's input, held from the forward on or from when the backward delivers it.
 
-    __slots__ = ("version", "x")
+    `shard`: the user's part of an input that is a DTensor; it is watched for changes in place,
+    as the DTensor's version does not show them.
+    """
 
-    def __init__(self, x: Tensor | None) -> None:
+    __slots__ = ("shard", "version", "x")
+
+    def __init__(self, x: Tensor | None, shard: Tensor | None = None) -> None:
         self.x = x
-        self.version = 0 if x is None else version_of(x)
+        self.shard = shard
+        self.version = 0 if x is None else self.version_of(x)
+
+    def version_of(self, x: Tensor) -> int:
+        return version_of(x) if self.shard is None else version_of(x) + version_of(self.shard)
 
 
 class Tap(NamedTuple):
-    """A leaf module was called; the gradient of its output will arrive at `node`."""
+    """One call of a leaf module; the gradient of its output will arrive at `node`."""
 
     node: Node
     call: Call
     slot: _Place
 
-    def add_terms(self, grad: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-        """Add the terms for the gradient that arrived; returns the tensors that they need."""
+    def add_terms(self, grad: Tensor, terms: Terms) -> tuple[Tensor, ...]:
+        """Add the terms for the gradient that arrived; return the tensors that they need."""
         x, self.slot.x = self.slot.x, None  # The graph holds the slot as well, and may live on.
         if x is None:
             raise BackwardError(
                 f"a layer with a weight of shape {tuple(self.call.weight.shape)}, in a "
-                "checkpointed or offloaded region, depends on no input and no parameter of the "
-                "stage, but on another tensor that requires a gradient. Expected such a tensor "
-                "to be a parameter: register it as one."
+                "checkpointed or offloaded region, does not depend on an input or a parameter of "
+                "the stage, but on another tensor that requires a gradient. Expected such a "
+                "tensor to be a parameter: register it as one."
             )
-        if version_of(x) != self.slot.version:
+        if self.slot.version_of(x) != self.slot.version:
             raise modified(x, after="forward", before="input backward")
         self.call.add_terms(grad, x, terms)
-        return x, grad
+        shard, self.slot.shard = self.slot.shard, None
+        return (x, grad) if shard is None else (x, grad, shard)
 
 
 class _Keep(torch.autograd.Function):
-    """The identity. Saves its input as autograd does, and hands it over in the backward."""
+    """An identity that saves its input as autograd does, and hands it over in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: _Place) -> Tensor:
@@ -167,7 +183,7 @@ class _Keep(torch.autograd.Function):
 
 
 class LeafModule(NamedTuple):
-    """A module that can put off its weight gradients, by this forward in place of its own."""
+    """A module that can defer its weight gradients, with this forward in place of its own."""
 
     module: nn.Module
     params: "_Params"
@@ -175,15 +191,16 @@ class LeafModule(NamedTuple):
 
 
 def find_leaf_modules(root: nn.Module, sink: Sink) -> list[LeafModule]:
-    """Every leaf module under `root` that can put off its weight gradients."""
+    """Return every leaf module under `root` that can defer its weight gradients."""
     found: list[LeafModule] = []
     for module in dict.fromkeys(_modules(root)):
         if "forward" in module.__dict__:
             continue
-        params = _Params(module)
         if type(module).forward is nn.Linear.forward:
+            params = _Params(module, may_shard=True)
             found.append(LeafModule(module, params, _linear(module, params, sink)))
         elif type(module).forward in _CONVOLUTIONS:
+            params = _Params(module, may_shard=False)
             found.append(LeafModule(module, params, _convolution(module, params, sink)))
     return found
 
@@ -196,7 +213,7 @@ def _is_zero_padded(module: Any) -> bool:
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and all below it, but for what is compiled: its forward must stay as it is."""
+    """Yield the module and all below it, except compiled ones, whose forward must not change."""
     if is_compiled(module):
         return
     yield module
@@ -205,31 +222,36 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Params:
-    """A module's own weight and bias, and whether their gradients can be ours to compute."""
+    """A module's own weight and bias, if we can compute their gradients ourselves.
 
-    __slots__ = ("_are_ours", "_bias", "_params", "_weight")
+    `may_shard`: also if both are DTensors.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
+    __slots__ = ("_are_ours", "_bias", "_may_shard", "_params", "_weight")
+
+    def __init__(self, module: nn.Module, *, may_shard: bool) -> None:
         self._params = own_parameters(module)
+        self._may_shard = may_shard
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self._are_ours = False
 
     def refresh(self) -> None:
-        """Look at the parameters anew: they may have been converted in place."""
+        """Look at the parameters again: they may have been converted in place."""
         self._weight = self._bias = None
         self._are_ours = False
 
     def get(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias; None if they are computed, of several types, or unusual tensors."""
+        """Return weight and bias; None if they are computed, of several types, or of a subclass."""
         weight, bias = self._params.get("weight"), self._params.get("bias")
-        if weight is not self._weight or bias is not self._bias:  # replaced, or seen first
+        if weight is not self._weight or bias is not self._bias:  # replaced, or not seen before
             self._weight, self._bias = weight, bias
+            is_known = is_sharded if self._may_shard and is_sharded(weight) else is_plain
             self._are_ours = (
                 weight is not None
                 and "bias" in self._params  # otherwise parametrised
                 and all(
-                    p.is_leaf and is_plain(p) and not p.is_complex() and p.dtype is weight.dtype
+                    p.is_leaf and is_known(p) and not p.is_complex() and p.dtype is weight.dtype
                     for p in (weight, bias)
                     if p is not None
                 )
@@ -249,19 +271,23 @@ def _linear(module: nn.Module, params: _Params, sink: Sink) -> ForwardFunction:
         if own is None or not _can_defer(own[0], x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
         weight, bias = own
+        shard = None if type(x) in PLAIN_TYPES else shard_of(x)
         if x.dim() == 2:
-            out = _run_deferred(Call(weight, bias, None), x, sink, hooked)
+            out = _run_deferred(Call(weight, bias, None), x, sink, hooked, shard)
             return _no_view(out, out.shape)
-        # From here on as torch's own linear does it: where it fuses the bias into the product its
-        # output is a view, and where it does not it adds the bias last, and rounds once more.
+        # The rest does the same as torch's own linear. If that fuses the bias into the product, its
+        # output is a view; if not, it adds the bias last, and rounds once more.
         is_fused = bias is not None and x.is_contiguous()
         call = Call(weight, bias if is_fused else None, None)
-        out = _run_deferred(call, x.reshape(-1, x.shape[-1]), sink, hooked)
+        out = _run_deferred(call, x.reshape(-1, x.shape[-1]), sink, hooked, shard)
         shape = (*x.shape[:-1], out.shape[-1])
         if is_fused:
             return out.view(shape)
         result = _no_view(out, shape)
-        return result if bias is None else result.add_(bias.to(result.dtype))
+        if bias is None:
+            return result
+        bias = bias.to(result.dtype)
+        return result.add_(bias) if is_plain(result) else result + bias
 
     return forward
 
@@ -291,8 +317,13 @@ def _convolution(module: Any, params: _Params, sink: Sink) -> ForwardFunction:
 
 
 def _can_defer(weight: Tensor, x: Tensor, sink: Sink, are_saves_hooked: bool) -> bool:
-    """Whether this call's weight gradient is ours to compute, rather than autograd's."""
-    if not (x.requires_grad and torch.is_grad_enabled() and is_plain(x)):
+    """Return whether we compute this call's weight gradient, rather than autograd."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return False
+    if type(weight) in PLAIN_TYPES:
+        if not (is_plain(x) or is_async_tensor(x)):
+            return False
+    elif not can_multiply_rows(x, weight):
         return False
     if weight.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
         return False
@@ -301,8 +332,13 @@ def _can_defer(weight: Tensor, x: Tensor, sink: Sink, are_saves_hooked: bool) ->
     return are_saves_hooked or sink.taps is not None
 
 
-def _run_deferred(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Tensor:
-    """The call's output; not to be handed out as it is, for its node must get no user's hooks."""
+def _run_deferred(
+    call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool, shard: Tensor | None = None
+) -> Tensor:
+    """Return the call's output. Do not return it to users: its node must not get their hooks.
+
+    `shard`: the user's part of the DTensor that `x` is a view of.
+    """
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
@@ -311,10 +347,12 @@ def _run_deferred(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> 
         keep: ForwardFunction = _Keep.apply
         out = call.run(keep(x, slot))
     else:
-        slot = _Place(x.detach())
+        if shard is not None and not shares_memory(x, shard):
+            shard = None  # A copy: the user may overwrite the shard.
+        slot = _Place(x.detach(), shard)
         out = call.run(x)
     if sink.taps is not None:  # Otherwise a recomputation, whose graph nobody runs.
-        assert out.grad_fn is not None  # `_can_defer` saw to it
+        assert out.grad_fn is not None  # `_can_defer` makes sure of it.
         if sink.is_wary:
             out.grad_fn.register_prehook(sink.refusal_unless(sink.owner))
         sink.taps.append(Tap(out.grad_fn, call, slot))
@@ -322,11 +360,11 @@ def _run_deferred(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> 
 
 
 def _no_view(out: Tensor, shape: Sequence[int]) -> Tensor:
-    """`out` in another shape and by a node of its own, but for autograd not a view of it."""
+    """Return `out` in another shape, from a new node; autograd does not treat it as a view."""
     result: Tensor = unsafe_view(out, shape)
     return result
 
 
 def _are_saves_hooked() -> bool:
-    """Whether tensors that autograd saves now go through hooks: checkpointing, offloading."""
+    """Return whether tensors that autograd saves now go through hooks (checkpoint, offload)."""
     return top_saved_tensors_hooks(False) is not None

@@ -1,10 +1,10 @@
 """Settling: adding terms to parameters' gradients, and finishing as autograd would.
 
-[1] A parameter without hooks takes its terms directly: they are computed, summed up if there
-    are several, and added to the gradient. This is how autograd adds, so the rounding is the same.
-[2] All else goes through a pass of autograd's own engine, so that tensor hooks,
+[1] A parameter without hooks takes its terms directly: they are computed, summed if there
+    are several, and added to the gradient. Autograd adds the same way, so the rounding is equal.
+[2] Everything else goes through a pass of autograd's own engine. It runs tensor hooks,
     post-accumulate-grad hooks and the accumulator hooks that data-parallel reducers
-    rely on run in their order, once, with the gradient in place.
+    rely on in their order, once, with the gradient in place.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,30 +18,31 @@ from torch.autograd.graph import GradientEdge
 from penstock.backward.terms import Term, value_of
 from penstock.torch_private import (
     foreach_add_,
+    is_dtensor,
     post_accumulate_hooks,
     set_tensor_hooks,
     tensor_hooks,
 )
 
 Terms: TypeAlias = list[tuple[Tensor, Term]]
-"""Each with the parameter that it is a piece of the gradient of."""
+"""Terms, each with the parameter whose gradient it is a part of."""
 
 Tails: TypeAlias = list[tuple[GradientEdge, Term]]
-"""Each with the place in the graph that it arrives at: from there autograd carries it on."""
+"""Terms, each with the edge in the graph where it arrives: autograd continues from there."""
 
 PLAIN_TYPES = (torch.nn.Parameter, Tensor)
-"""The classes whose values are all that there is to them."""
-# Below this size a call costs more than the addition, so small ones share a call.
+"""The classes of tensors that have nothing but their values."""
+# Up to this size a call costs more than the addition, so small additions share a call.
 _FEW_ELEMENTS = 2**14
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the kernels for dense tensors apply: no subclass, no sparse layout."""
+    """Return whether the kernels for dense tensors apply: no subclass, no sparse layout."""
     return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
 
 
 def carry_on(tails: Tails, params: Iterable[Tensor], *, retain_graph: bool = False) -> Terms:
-    """Run the graph from where it was left to the parameters; none of their hooks runs."""
+    """Run the rest of the graph, from the tails to the parameters, without their hooks."""
     edges: Any = [edge for edge, _ in tails]
     grads = [value_of(term) for _, term in tails]
     asked = [param for param in params if param.requires_grad]
@@ -54,7 +55,7 @@ def carry_on(tails: Tails, params: Iterable[Tensor], *, retain_graph: bool = Fal
 
 @contextmanager
 def hooks_put_off(params: Sequence[Tensor]) -> Iterator[None]:
-    """Take tensor hooks off the parameters: they belong to settling, a pass would run them."""
+    """Remove tensor hooks from the parameters: a pass would run them, but settling must do so."""
     hooked = [(param, hooks) for param in params if (hooks := tensor_hooks(param))]
     for param, _ in hooked:
         set_tensor_hooks(param, None)
@@ -68,8 +69,8 @@ def hooks_put_off(params: Sequence[Tensor]) -> Iterator[None]:
 def settle(terms: Terms, *, signal_accumulators: bool) -> None:
     """Add every term to the `.grad` of its parameter, and run the parameters' hooks.
 
-    `signal_accumulators`: give every parameter a part in [2], if only a signal, because
-    hooks that cannot be seen from here may wait on its accumulator.
+    `signal_accumulators`: include every parameter in [2], at least with a signal, because
+    hooks that cannot be seen from here may wait for its accumulator.
     """
     plain: Terms = []
     delivery = _Delivery()
@@ -103,7 +104,7 @@ def _add_plainly(terms: Terms) -> None:
 
 
 def _by_parameter(terms: Terms) -> Iterable[tuple[Tensor, Sequence[Term]]]:
-    """Each parameter once, with its terms in their order."""
+    """Return each parameter once, with its terms in their order."""
     found: dict[int, tuple[Tensor, list[Term]]] = {}
     for param, term in terms:
         if (known := found.get(id(param))) is None:
@@ -114,28 +115,36 @@ def _by_parameter(terms: Terms) -> Iterable[tuple[Tensor, Sequence[Term]]]:
 
 
 def _total(terms: Sequence[Term]) -> Tensor:
-    """Return the sum of the terms, in their order; a tensor that came as such may be shared."""
+    """Return the sum of the terms, in their order; a single term that is a tensor is not copied."""
     total = value_of(terms[0])
     for term in terms[1:]:
         value = value_of(term)
-        is_dense = total.layout is torch.strided  # Only what is dense can have more added to it.
+        is_dense = total.layout is torch.strided  # A sparse tensor cannot be left of a dense one.
         total = total + value if is_dense else value + total
     return total
 
 
 def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
-    """Whether no hook and no unusual layout asks for autograd's own way of adding."""
+    """Return whether we can add without autograd: no hooks, no unusual class or layout."""
     if tensor_hooks(param) or post_accumulate_hooks(param):
         return False
     if param.grad_dtype is not param.dtype:
         return False
-    return type(param) in PLAIN_TYPES and (grad is None or is_plain(grad))
+    if type(param) in PLAIN_TYPES:
+        return grad is None or is_plain(grad)
+    return is_dtensor(param) and (grad is None or is_dtensor(grad))
 
 
 def _first_grad(param: Tensor, terms: Sequence[Term]) -> Tensor:
-    """The gradient of a parameter that has none: its own memory, laid out as autograd does."""
+    """Return the first gradient of a parameter, in its own memory, laid out as autograd does."""
     value = _total(terms)
-    if value is terms[0]:
+    is_ours = value is not terms[0]
+    if is_dtensor(value):
+        if is_ours and value.dtype == param.dtype and value.stride() == param.stride():
+            return value
+        # As autograd does it: `clone` would reduce a partial gradient.
+        return value.new_empty_strided(param.shape, param.stride(), dtype=param.dtype).copy_(value)
+    if not is_ours:
         value = value.clone()
     if value.layout is not torch.strided:
         return value
@@ -145,9 +154,9 @@ def _first_grad(param: Tensor, terms: Sequence[Term]) -> Tensor:
 
 
 class _Sums:
-    """Additions of which the small ones are gathered, to be done in one call.
+    """Additions to gradients; small ones are collected and done in one call.
 
-    Large ones are done at once: the products of all weights would not fit together.
+    Large ones are done immediately: the products of all weights together would not fit.
     """
 
     __slots__ = ("_grads", "_values")
@@ -170,7 +179,7 @@ class _Sums:
 
 
 class _Delivery:
-    """Parameters, each once, with what their accumulators are to receive."""
+    """Parameters, each once, with the gradients that their accumulators will receive."""
 
     __slots__ = ("_places", "grads", "params")
 
@@ -199,7 +208,7 @@ class _Delivery:
 
 
 class _Deliver(torch.autograd.Function):
-    """Hands each accumulator its gradient, or None where that was added already."""
+    """A function whose backward gives each accumulator its gradient, or None if already added."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[Tensor | None], *params: Tensor) -> Tensor:

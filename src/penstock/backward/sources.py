@@ -1,4 +1,4 @@
-"""Sources: autograd nodes whose weight gradients we compute ourselves, apart from the node.
+"""Sources: autograd nodes whose weight gradients we compute ourselves, without the node.
 
 A source is made from a node before the engine pass of I, which releases what the node
 saved. Given the gradient that arrived at the node, it makes the terms of its weights.
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from penstock.backward.settling import Tails, Terms, is_plain
+from penstock.backward.sharded_products import has_known_placements, is_sharded, product_of
 from penstock.backward.terms import (
     ConvolutionGeometry,
     ConvolutionGrads,
     ConvolutionPart,
-    MatrixProduct,
     SumTo,
     Term,
     is_column_major,
@@ -31,11 +31,11 @@ from penstock.torch_private import (
 )
 
 Target: TypeAlias = Tensor | GradientEdge
-"""Where a gradient belongs: a parameter, or a place in the graph that leads to some."""
+"""The destination of a gradient: a parameter, or an edge in the graph that leads to some."""
 
 
 class WeightWork(NamedTuple):
-    """What W has to do."""
+    """The work of W."""
 
     terms: Terms
     tails: Tails
@@ -48,7 +48,7 @@ class WeightWork(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Edge number `edge` of a node leads to `target`, `transposed` if to its transpose."""
+    """A use of `target` by edge number `edge` of a node; `transposed` if of its transpose."""
 
     edge: int
     target: Target
@@ -56,7 +56,7 @@ class Use(NamedTuple):
 
 
 class Passage:
-    """The gradient that arrives is the target's own."""
+    """A source where the gradient that arrives is the target's own."""
 
     __slots__ = ("_target",)
     saved: Sequence[Tensor] = ()
@@ -71,7 +71,7 @@ class Passage:
 class MatrixSource:
     """A node of `alpha * left @ right`, or of `beta * added + alpha * left @ right`.
 
-    `is_transposed` says of the left and of the right factor whether autograd computes the transpose
+    `is_transposed` says for the left and the right factor whether autograd computes the transpose
     of its gradient.
     """
 
@@ -115,7 +115,7 @@ class MatrixSource:
             right = self._right
             assert right is not None
             first, second = (right, grad.mT) if is_transposed else (grad, right.mT)
-        return MatrixProduct(first, second, self._alpha, is_transposed=is_transposed != transposed)
+        return product_of(first, second, self._alpha, is_transposed=is_transposed != transposed)
 
 
 class ConvolutionSource:
@@ -165,7 +165,7 @@ Source: TypeAlias = Passage | MatrixSource | ConvolutionSource | AdditionSource
 
 @dataclass(frozen=True, slots=True)
 class _MatrixNode:
-    """The names under which a kind of node saves its factors; the edge of the left one."""
+    """The names under which a kind of node saves its factors, and the edge of the left one."""
 
     left: str
     right: str
@@ -182,10 +182,10 @@ _MATRIX_NODES = {
 
 
 def source_of(node: Node, uses: Sequence[Use]) -> Source | None:
-    """The source for these uses, or None if only autograd can compute them.
+    """Return the source for these uses, or None if only autograd can compute them.
 
-    So it is for kinds of node we do not know, for complex numbers, and for tensors saved
-    through hooks (checkpointed, offloaded): those may be unpacked only once, by the node.
+    Only autograd can for unknown kinds of nodes, for complex numbers, and for tensors saved
+    through hooks (checkpointed, offloaded): the node may unpack those only once.
     """
     kind = type(node).__name__
     if kind in _MATRIX_NODES:
@@ -229,13 +229,13 @@ def _convolution_source(node: Any, uses: Sequence[Use]) -> Source | None:
     if any(use.edge == 0 or use.transposed for use in uses):
         return None
     x, weight = _saved(node, "input"), _saved(node, "weight")
-    if x is None or weight is None:
+    if x is None or weight is None or not (is_plain(x) and is_plain(weight)):
         return None
     return ConvolutionSource(uses, x, weight, ConvolutionGeometry(*saved_geometry(node)))
 
 
 def _addition_source(node: Any, uses: Sequence[Use]) -> Source | None:
-    """Only where more than the sum is put off: a parameter's own sum is not worth keeping for."""
+    """Return a source if more than the sum is deferred: it is not worth it for a sum alone."""
     (result,) = grad_metadata(node)
     if result.dtype.is_complex or type(saved_addend_scale(node)) is complex:
         return None
@@ -248,11 +248,15 @@ def _addition_source(node: Any, uses: Sequence[Use]) -> Source | None:
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
-    """A plain, real tensor that the node saved without hooks, cut off from the graph."""
+    """Return a real tensor that the node saved without hooks, detached, or None.
+
+    It is plain, or a DTensor of which ranks hold plain shards.
+    """
     if (saved := saved_tensor(node, name)) is None:
         return None
     tensor = saved.detach()
-    return tensor if is_plain(tensor) and not tensor.is_complex() else None
+    is_known = is_plain(tensor) or (is_sharded(tensor) and has_known_placements(tensor))
+    return tensor if is_known and not tensor.is_complex() else None
 
 
 def _shape(target: Target) -> Sequence[int]:

@@ -1,20 +1,23 @@
-"""Terms: pieces of a parameter's gradient whose computing is put off until W.
+"""Terms: parts of a parameter's gradient that are not computed until W.
 
-A term holds all it needs and has not been computed; dropping it frees what it holds. Its
-`value` is the tensor, equal to the last bit to what autograd's own formula gives: the same
-kernel on the same layouts. Which of two equal formulas autograd takes for a product depends on
-the layout of the factor, and so does ours.
+A term holds everything that it needs; dropping it frees what it holds. Its `value` is the
+tensor, bit for bit equal to the result of autograd's own formula: the same kernel on the same
+layouts. Which of two equal formulas autograd uses for a product depends on the layout of the
+factor; we choose in the same way.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.errors import BackwardError
-from penstock.torch_private import version_of
+from penstock.torch_private import local_shard, version_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 class MatrixProduct:
@@ -38,10 +41,49 @@ class MatrixProduct:
         return product.t() if self._is_transposed else product
 
 
+class ShardedProduct:
+    """`alpha * left @ right` of DTensors, which each rank computes on its own shards.
+
+    Shards that a collective is filling are waited for when the value is computed.
+    """
+
+    __slots__ = ("_is_transposed", "_left", "_placements", "_product", "_right")
+
+    def __init__(
+        self,
+        left: "DTensor",
+        right: "DTensor",
+        placements: Sequence["Placement"],
+        alpha: float = 1,
+        *,
+        is_transposed: bool = False,
+    ) -> None:
+        self._left = left
+        self._right = right
+        self._placements = placements
+        self._product = MatrixProduct(local_shard(left), local_shard(right), alpha)
+        self._is_transposed = is_transposed
+
+    def value(self) -> Tensor:
+        from torch.distributed.tensor import DTensor  # Loaded already: factors are DTensors.
+
+        *batch, rows, _ = self._left.shape
+        columns = self._right.shape[-1]
+        product = DTensor.from_local(
+            self._product.value(),
+            self._left.device_mesh,
+            self._placements,
+            run_check=False,
+            shape=torch.Size((*batch, rows, columns)),
+            stride=(*(rows * columns for _ in batch), columns, 1),
+        )
+        return product.t() if self._is_transposed else product
+
+
 def is_column_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether a matrix is laid out by columns, by autograd's own test.
 
-    For such a factor of a product autograd computes the transpose of its gradient.
+    If a factor of a product is, autograd computes the transpose of its gradient.
     """
     return strides[0] == 1 and strides[1] == shape[0]
 
@@ -68,7 +110,7 @@ class SumTo:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionGeometry:
-    """How a convolution was called, but for its tensors; names as in `torch.convolution`."""
+    """The arguments of a convolution except its tensors, named as in `torch.convolution`."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -93,7 +135,7 @@ class ConvolutionGeometry:
     def backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, of_parameters: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the weight and of the bias, those that are asked for."""
+        """Return the gradients of the weight and the bias; None for one not in `of_parameters`."""
         num_channels = weight.shape[1] * self.groups if self.transposed else weight.shape[0]
         _, *grads = torch.ops.aten.convolution_backward(
             grad,
@@ -112,9 +154,9 @@ class ConvolutionGeometry:
 
 
 class ConvolutionGrads:
-    """The gradients of a convolution's weight and bias, by one call as in autograd.
+    """The gradients of a convolution's weight and bias, from one call as in autograd.
 
-    Some kernels compute the two together, and round differently where one is asked for alone.
+    Some kernels compute the two together, and round differently if only one is asked for.
     """
 
     __slots__ = ("_found", "_geometry", "_grad", "_of_parameters", "_weight", "_x")
@@ -135,9 +177,13 @@ class ConvolutionGrads:
         self._found: list[Tensor | None] = [None, None]
 
     def take(self, which: int) -> Tensor:
-        """Return the gradient of the weight (0) or the bias (1), and let go of it."""
+        """Return the gradient of the weight (0) or the bias (1), and stop holding it."""
         if self._found[which] is None:
-            weight = self._weight.to(self._x.dtype)  # Autocast may have converted it for the call.
+            weight, dtype = self._weight, self._x.dtype  # Autocast may have converted it.
+            if weight.untyped_storage().size():
+                weight = weight.to(dtype)
+            else:  # Sharded, and freed already: its shape and layout are enough.
+                weight = torch.empty_like(weight, dtype=dtype)
             found = self._geometry.backward(self._grad, self._x, weight, self._of_parameters)
             self._found = list(found)
         taken, self._found[which] = self._found[which], None
@@ -158,8 +204,8 @@ class ConvolutionPart:
         return self._grads.take(self._which)
 
 
-Term: TypeAlias = MatrixProduct | SumTo | ConvolutionPart | Tensor
-"""A tensor is a gradient that autograd has computed already; others may hold it too."""
+Term: TypeAlias = MatrixProduct | ShardedProduct | SumTo | ConvolutionPart | Tensor
+"""One part of a gradient. A tensor was already computed by autograd; others may hold it too."""
 
 
 def value_of(term: Term) -> Tensor:
@@ -167,7 +213,7 @@ def value_of(term: Term) -> Tensor:
 
 
 class Unmodified:
-    """Remembers the state of tensors that W will need, to find out if someone wrote to them."""
+    """The versions of tensors that W will need, to detect whether any was changed in place."""
 
     __slots__ = ("_tensors", "_versions")
 
@@ -193,6 +239,6 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 def modified(tensor: Tensor, *, after: str, before: str) -> BackwardError:
     return BackwardError(
         f"an activation or gradient of shape {tuple(tensor.shape)} that the {before} needs was "
-        f"modified in place after the {after}. Expected it unchanged until the {before} has "
-        "run: give each microbatch buffers of its own."
+        f"modified in place after the {after}. Expected it to stay unchanged until the {before} "
+        "has run: give each microbatch its own buffers."
     )

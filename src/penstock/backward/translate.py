@@ -1,4 +1,4 @@
-"""Autograd's complaints about what cannot be run backward, in our words."""
+"""Translation of autograd's errors about graphs that cannot be run backward."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,12 +9,13 @@ from penstock.backward.structure import describe
 from penstock.errors import BackwardError
 
 _RELEASED = "Trying to backward through the graph a second time"
+_HOOKED_LEAF = "A leaf node was passed to _will_engine_execute_node"
 _REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible"
 
 
 @contextmanager
 def translated(outputs: Iterable[Tensor]) -> Iterator[None]:
-    """Raise ours for autograd's. `outputs`: the stage outputs, or tensors of their shapes."""
+    """Replace autograd's errors by ours. `outputs`: the stage outputs, or tensors like them."""
     try:
         yield
     except RuntimeError as exc:
@@ -23,8 +24,15 @@ def translated(outputs: Iterable[Tensor]) -> Iterator[None]:
             shapes = ", ".join(describe(output) for output in outputs)
             raise BackwardError(
                 f"the graph of the stage outputs ({shapes}) has been released by an earlier "
-                "backward. A backward needs a forward of its own: run the stage's forward "
+                "backward. Each backward needs its own forward: run the stage's forward "
                 "again and, if microbatches share a computed tensor, compute it in each forward."
+            ) from exc
+        if text.startswith(_HOOKED_LEAF):
+            raise BackwardError(
+                "a multi-grad hook is on a leaf whose gradient the input backward computes, which "
+                "torch does not support. FlopCounterMode and CommDebugMode put such hooks on all "
+                "that modules are called with, and CommDebugMode leaves them there. Make a new "
+                "leaf x and call the module with x.view_as(x), or use a SplitEngine, which does so."
             ) from exc
         if text.startswith(_REENTRANT):
             raise BackwardError(

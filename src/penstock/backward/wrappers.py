@@ -1,12 +1,11 @@
-"""Wrappers that change how the gradients of a module come about.
+"""Wrappers that change how a module's gradients are computed.
 
-What wraps a module is looked up by name among the modules that Python has loaded: loading
-torch's compiler or its sharding takes seconds, and where they are not loaded nothing is wrapped.
+A wrapper's class is looked up by name among the modules that Python has loaded. Loading torch's
+compiler or its sharding takes seconds, and if they are not loaded, nothing is wrapped.
 """
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from penstock.torch_private import (
     is_instance_if_loaded,
     is_optimized_module,
     is_replicated_by_ddp,
-    is_replicated_by_fsdp,
+    is_sharded_module,
     own_parameters,
 )
 
@@ -31,10 +30,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def outline(root: nn.Module) -> list[tuple[Any, ...]]:
-    """Return what an engine depends on: modules, their classes, and which are compiled.
+    """Return everything an engine depends on: modules, their classes, and which are compiled.
 
     Two outlines are equal if nothing was added, replaced, wrapped or compiled in between. This
-    runs in every step, so it takes about a microsecond for each module.
+    runs in every step, and takes only about a microsecond for each module.
     """
     return [
         (
@@ -48,56 +47,35 @@ def outline(root: nn.Module) -> list[tuple[Any, ...]]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Wrapper:
-    """A wrapper that reduces or shards a module's gradients."""
-
-    name: str
-    takes_full_backwards: bool
-    """Whether gradients are right as long as backwards are not split."""
+_FLAT = "FullyShardedDataParallel (FSDP1)"
+_REDUCED = "replicate (built on DistributedDataParallel)"
+_INNER = "DistributedDataParallel on a part of the stage"
 
 
-_SHARDED = Wrapper("fully_shard (FSDP2)", takes_full_backwards=True)
-_REPLICATED = Wrapper("replicate (built on FSDP2)", takes_full_backwards=True)
-_FLAT = Wrapper("FullyShardedDataParallel (FSDP1)", takes_full_backwards=False)
-_REDUCED = Wrapper("replicate (built on DistributedDataParallel)", takes_full_backwards=False)
-_INNER = Wrapper("DistributedDataParallel on a part of the stage", takes_full_backwards=False)
+def find_wrapper(root: nn.Module) -> tuple[str, str] | None:
+    """Return the name of the first module with a wrapper that no pipeline works with, and its kind.
 
-
-def find_wrapper(root: nn.Module) -> tuple[str, Wrapper] | None:
-    """Return the worst wrapper that cannot be worked with as it is, and the module it is on.
-
-    DistributedDataParallel around the root is none of them: the runtime tells it when to reduce.
+    DistributedDataParallel around the root is not one of them, nor are `fully_shard` and the
+    `replicate` that is built on it: the runtime says when they reduce.
     """
-    found = [
-        (name, wrapper)
-        for name, module in root.named_modules()
-        if (wrapper := _wrapper_of(module, is_root=module is root)) is not None
-    ]
-    return min(found, key=lambda each: each[1].takes_full_backwards, default=None)
-
-
-def _wrapper_of(module: nn.Module, *, is_root: bool) -> Wrapper | None:
-    if isinstance(module, DistributedDataParallel):
-        return None if is_root else _INNER
-    if is_replicated_by_fsdp(module):
-        return _REPLICATED
-    if is_instance_if_loaded(module, "torch.distributed.fsdp:FSDPModule"):
-        return _SHARDED
-    if is_instance_if_loaded(module, "torch.distributed.fsdp:FullyShardedDataParallel"):
-        return _FLAT
-    if is_replicated_by_ddp(module):
-        return _REDUCED
+    for name, module in root.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            if module is not root:
+                return name, _INNER
+        elif is_instance_if_loaded(module, "torch.distributed.fsdp:FullyShardedDataParallel"):
+            return name, _FLAT
+        elif not is_sharded_module(module) and is_replicated_by_ddp(module):
+            return name, _REDUCED
     return None
 
 
 def is_sharded_graph(roots: Sequence[Tensor]) -> bool:
     """Return whether a graph goes through modules that fully_shard gathered for their forward.
 
-    Its leaves are then gathered parameters, which nobody reduces or keeps after the backward.
+    Its leaves are then gathered parameters, which are not reduced or kept after the backward.
     """
     if "torch.distributed.fsdp" not in sys.modules or not dist.is_initialized():
-        return False  # Without a walk over the graph.
+        return False  # This avoids a search of the graph.
     stack: list[Node | None] = [root.grad_fn for root in roots]
     seen: set[Node] = set()
     while stack:

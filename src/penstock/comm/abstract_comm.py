@@ -1,4 +1,4 @@
-"""What the runtime asks of any way to reach other ranks."""
+"""The interface through which the runtime reaches other ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -14,22 +14,22 @@ from penstock.ir.message import Channel
 BEGINNING = "to begin a first step with the same pipeline"
 
 Describe: TypeAlias = Callable[[], str]
-"""Says what is waited for, if anyone has to be told; not called otherwise."""
+"""A function that returns what is waited for, called only if it must be shown."""
 
 
 class Transfer(Protocol):
     """A tensor on its way."""
 
     def wait(self, described: Describe) -> None:
-        """Return when it has arrived (a receive), or may be changed (a send); or raise."""
+        """Wait until it has arrived (a receive) or may be changed (a send), or raise an error."""
 
 
 class AbstractComm(ABC):
     """One rank's ends of all channels.
 
-    There is a channel for each ordered pair of ranks. Its messages stay in order, and are
-    ordered against nothing else. It must be opened before its first message. Whoever sends or
-    receives a tensor keeps it until the transfer has been waited for.
+    There is a channel for each ordered pair of ranks. Its messages stay in order; messages of
+    different channels have no order. It must be opened before its first message. The caller keeps
+    each tensor that is sent or received until it has waited for the transfer.
     """
 
     rank: Rank
@@ -37,17 +37,17 @@ class AbstractComm(ABC):
 
     @abstractmethod
     def gather(self, value: Any, what: str = BEGINNING) -> list[Any]:
-        """Every rank's value, on every rank. All ranks must call it.
+        """Return the values of all ranks, on every rank. All ranks must call it.
 
-        `what` is what they come together for, if anyone has to be told.
+        `what` says what they gather for, in error messages.
         """
 
     @abstractmethod
     def open(self, channels: Iterable[Channel]) -> None:
-        """Connect these channels, unless they are already; waits for the other ends.
+        """Connect those of these channels that are not connected yet; wait for the other ends.
 
-        All ranks must call it, and both ends of a channel must name it. Channels of other ranks
-        may be among them, and are left to those.
+        All ranks must call it, and both ends of a channel must name it. Channels between other
+        ranks are ignored.
         """
 
     @abstractmethod
@@ -56,76 +56,79 @@ class AbstractComm(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
-        """Send a contiguous tensor; does not wait. Raises if the channel is not open."""
+        """Send a contiguous tensor without waiting. Raise an error if the channel is not open."""
 
     @abstractmethod
     def recv(self, tensor: Tensor, sender: Rank) -> Transfer:
-        """Post the receive of the channel's next message into `tensor`; otherwise as `send`."""
+        """Post the receive of the channel's next message into `tensor`; otherwise like `send`."""
 
     @abstractmethod
     def fail(self, report: str) -> None:
-        """Give up: all who wait for this rank, now or later, get a CommError with the first report.
+        """Give up: ranks that wait for this one, now or later, raise the first report as CommError.
 
-        Ranks that wait for others learn it when those have given up in turn.
+        Ranks that wait for other ranks learn of it when those give up in turn.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End all connections; nobody may be waiting for this rank any more."""
+        """End all connections; no rank may still be waiting for this one."""
 
 
 class Work(Protocol):
     """A tensor on its way over a link."""
 
     def wait(self, timeout_s: float) -> None:
-        """As a Transfer's; raises an OSError or RuntimeError as the link's medium does."""
+        """Wait like a Transfer, but raise the OSError or RuntimeError of the link's medium."""
 
 
 class AbstractLink(ABC):
     """This process's end of both channels between it and another one."""
 
     copies: ClassVar[bool] = False
-    """Whether a send has copied the tensor when it returns."""
+    """True if a send has copied the tensor when it returns."""
 
     @abstractmethod
     def connect(self, channel: Channel, timeout_s: float) -> None:
-        """Make one of the two ready for messages, if the medium needs that; raises as `wait`.
+        """Make one of the two channels ready for messages, if the medium needs that.
 
-        The other process must call it too, and may be waited for.
+        The other process must call it too; this may wait for it, and raises what `wait` raises.
         """
 
     @abstractmethod
     def send(self, tensor: Tensor) -> Work:
-        """As a comm's."""
+        """Send a tensor, like `AbstractComm.send`."""
 
     @abstractmethod
     def recv(self, tensor: Tensor) -> Work:
-        """As a comm's."""
+        """Post a receive, like `AbstractComm.recv`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wake up the other process if it waits for this one, and let it wait no more."""
+        """Wake the other process if it waits for this one, and make its later waits fail."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, for what can copy bytes but not tensors of its dtype."""
+    """Return the memory of a contiguous tensor as bytes, for code that cannot copy its dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor of any dtype in memory of their own."""
+    """Return a copy of a tensor of any dtype, in its own memory."""
     copy = torch.empty_like(tensor)
     as_bytes(copy).copy_(as_bytes(tensor))
     return copy
 
 
-def check_agreement(values: list[dict[str, Any]]) -> None:
-    """Raises if what the ranks were given differs; `values` has what each was, by name."""
+def check_agreement(values: list[dict[str, Any]], who: str = "rank") -> None:
+    """Raise an error if the ranks were given different values; `values` has those of each rank.
+
+    `who` says whose values they are, if not those of ranks.
+    """
     for name in values[0]:
         found = [value[name] for value in values]
         if len(set(map(str, found))) > 1:
-            given = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(found))
+            given = "; ".join(f"{who} {rank}: {value}" for rank, value in enumerate(found))
             raise AgreementError(
-                f"the ranks disagree on {name} ({given}). Expected one value on all ranks: make "
+                f"the {who}s disagree on {name} ({given}). Expected one value on all {who}s: make "
                 "the pipeline in the same way everywhere."
             )

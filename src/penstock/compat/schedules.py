@@ -1,12 +1,13 @@
-"""The schedule classes of torch.distributed.pipelining, and ours in their likeness.
+"""The schedule classes of torch.distributed.pipelining, and similar ones of Penstock.
 
-Each binds a generator to stages; all that runs is `Pipeline`.
+Each binds a generator to stages; `Pipeline` runs them all.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ScheduleError, StageError
 from penstock.microbatches.loss_weights import LossWeight
@@ -50,7 +51,7 @@ class PipelineScheduleSingle(_TorchNames):
         scale_grads: bool = True,
         *,
         loss_weight: LossWeight | None = None,
-        replica_group: dist.ProcessGroup | None = None,
+        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -79,7 +80,7 @@ class PipelineScheduleSingle(_TorchNames):
 class PipelineScheduleMulti(_TorchNames):
     """The base of schedules with several stages per rank.
 
-    `backward_requires_autograd` and `defer_pp_recv` are taken so that scripts need not change:
+    `backward_requires_autograd` and `defer_pp_recv` are accepted so that scripts need not change:
     a backward always needs autograd, and receives are always posted as early as is useful.
     """
 
@@ -98,7 +99,7 @@ class PipelineScheduleMulti(_TorchNames):
         defer_pp_recv: bool = False,
         *,
         loss_weight: LossWeight | None = None,
-        replica_group: dist.ProcessGroup | None = None,
+        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -127,7 +128,7 @@ class PipelineScheduleMulti(_TorchNames):
 def _check_is_no_base(kind: type) -> None:
     if not hasattr(kind, "schedule_name"):
         raise StageError(
-            f"{kind.__name__} is the base of schedules, and none itself. Use a class such as "
+            f"{kind.__name__} is a base class, not a schedule. Use a class such as "
             "Schedule1F1B, or penstock.Pipeline."
         )
 
@@ -139,7 +140,7 @@ class ScheduleGPipe(PipelineScheduleSingle):
 
 
 class Schedule1F1B(PipelineScheduleSingle):
-    """One forward, one backward: as few activations as there are ranks."""
+    """One forward, one backward: at most as many activations as there are ranks."""
 
     schedule_name = "1F1B"
 
@@ -178,11 +179,11 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
         defer_pp_recv: bool = False,
         *,
         loss_weight: LossWeight | None = None,
-        replica_group: dist.ProcessGroup | None = None,
+        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Takes its arguments in the order of torch's, which leaves out the first two specs."""
+        """Take the arguments in the order of torch, which leaves out the first two specs."""
         super().__init__(
             stages,
             n_microbatches,
@@ -199,7 +200,7 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
 
 
 class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
-    """Interleaved 1F1B whose weight halves fill the bubble."""
+    """Interleaved 1F1B whose weight backwards fill the bubble."""
 
     schedule_name = "InterleavedZeroBubble"
 
@@ -229,7 +230,7 @@ class ScheduleDualPipeV(PipelineScheduleMulti):
 
 
 class ScheduleAuto(_TorchNames):
-    """The schedule that is found for the stages while they train, however they are placed."""
+    """A schedule that is found for the stages while they train, for any placement."""
 
     def __init__(
         self,
@@ -243,7 +244,7 @@ class ScheduleAuto(_TorchNames):
         *,
         auto: Auto | None = None,
         loss_weight: LossWeight | None = None,
-        replica_group: dist.ProcessGroup | None = None,
+        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -282,7 +283,7 @@ _BASES = (PipelineScheduleSingle, PipelineScheduleMulti)
 def get_schedule_class(
     schedule_name: str,
 ) -> type[PipelineScheduleSingle | PipelineScheduleMulti | ScheduleAuto]:
-    """The class of a schedule, by any of its names; case and hyphens do not matter.
+    """Return the class of a schedule, by any of its names; case and hyphens do not matter.
 
     >>> get_schedule_class("zbvzerobubble").__name__
     'ScheduleZBVZeroBubble'

@@ -11,27 +11,27 @@ from torch import Tensor, fx, nn
 from penstock.cutting.model_names import install
 from penstock.errors import StageError
 from penstock.ir import StageId
-from penstock.stage import Group, PipelineStage
+from penstock.stage import GroupOrMesh, PipelineStage
 from penstock.stage.outputs import as_arguments, shares_of
 from penstock.torch_private import pytree, wrap_with_autocast
 
 
 @dataclass(frozen=True, slots=True)
 class StageInfo:
-    """What one stage of a cut model consists of."""
+    """A description of one stage of a cut model."""
 
     starts_at: str
-    """Where it begins in the model; nothing for the first stage."""
+    """The place in the model where it begins; empty for the first stage."""
     num_parameters: int
     tied: tuple[str, ...]
     """The parameters that other stages hold too."""
     receives: tuple[str, ...]
-    """The values that come from stages before it, in words; not known if it was not traced."""
+    """Descriptions of the values it receives from earlier stages; empty if it was not traced."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutInfo:
-    """What a cut model consists of. `print(pipe.info())` shows it as a table."""
+    """A description of a cut model; `print(pipe.info())` shows it stage by stage."""
 
     stages: tuple[StageInfo, ...]
 
@@ -55,8 +55,8 @@ class CutModel:
     """A model cut into stages, made by `penstock.cut` or `penstock.cut_between_modules`.
 
     Its stages hold the model's own parameters and buffers under the model's own names. A
-    parameter that several stages use is tied: the first of them holds the model's, the others
-    copies, and a step sums their gradients. Called like the model, it runs its stages in turn.
+    parameter that several stages use is tied: the first of them holds the model's own, the others
+    hold copies, and a step sums their gradients. Calling it runs its stages one after the other.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CutModel:
         starts: Sequence[str],
         given: Mapping[tuple[StageId, StageId], Sequence[str]] | None = None,
     ) -> None:
-        """`given` describes the values that stages give each other, if they are known."""
+        """Store the stages; `given` describes the values they give each other, if known."""
         self._modules = tuple(modules)
         self._tied = tuple(tied)
         self._starts = ("", *starts)
@@ -84,7 +84,7 @@ class CutModel:
     def run_stages(
         self, run: Callable[[StageId, nn.Module, tuple[Any, ...]], Any], args: tuple[Any, ...]
     ) -> Any:
-        """Run the stages in turn by `run(stage, module, arguments)`; returns the last's outputs."""
+        """Call `run(stage, module, arguments)` for each stage in turn; return the last outputs."""
         arguments: dict[StageId, tuple[Any, ...]] = {0: args}
         outputs: Any = None
         for stage, module in enumerate(self._modules):
@@ -96,7 +96,7 @@ class CutModel:
         return outputs
 
     def _skips_out(self, stage: StageId) -> dict[StageId, int]:
-        """How many values a stage gives to each that is not the next."""
+        """Return the number of values that a stage gives to each later stage but the next."""
         return {
             target: len(values)
             for (source, target), values in self._given.items()
@@ -114,7 +114,7 @@ class CutModel:
         return f"CutModel({self.num_stages} stages)"
 
     def get_stage_module(self, stage_index: StageId) -> nn.Module:
-        """The module of one stage."""
+        """Return the module of one stage."""
         if not isinstance(stage_index, int) or not 0 <= stage_index < self.num_stages:
             raise StageError(
                 f"stage_index is {stage_index!r}. "
@@ -126,16 +126,16 @@ class CutModel:
         self,
         stage_index: StageId,
         device: torch.device | str,
-        group: Group = None,
+        group: GroupOrMesh = None,
         *,
         dynamic_shapes: bool = False,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> PipelineStage:
-        """The stage for a pipeline, with its module moved to the device.
+        """Return the stage for a pipeline, with its module moved to the device.
 
-        The stage does not keep the other ones: drop the pipe and the model to free them. For a
-        model that was cut on the meta device, `buffers` has the values of those of this stage's
-        buffers that no state dict has.
+        The stage does not hold the other ones: drop the cut model and the model to free them. For
+        a model that was cut on the meta device, `buffers` has the values of this stage's buffers
+        that are not in a state dict.
         """
         module = self.get_stage_module(stage_index)
         self._set_buffers(stage_index, module, buffers or {})
@@ -143,7 +143,7 @@ class CutModel:
             raise StageError(
                 f"stage {stage_index} has parameters or buffers on the meta device, which have no "
                 "values. Call pipe.get_stage_module(…).to_empty(device=…) and load its state dict "
-                "first; a stage's names are the model's."
+                "first; a stage uses the same names as the model."
             )
         _join_names(module, self._names[stage_index])
         if isinstance(module, fx.GraphModule):
@@ -169,18 +169,18 @@ class CutModel:
             if name not in buffers:
                 raise StageError(
                     f"stage {stage_index} has the buffer {name!r}, which was on the meta device "
-                    "and is not persistent, so that neither the model nor a state dict has its "
+                    "and is not persistent, so neither the model nor a state dict has its "
                     "values. Give them: build_stage(…, buffers={name: tensor})."
                 )
             install(module, name, buffers[name], is_persistent=False)
 
     @property
     def cut(self) -> str:
-        """Where the stages begin; the ranks of a pipeline must have the same."""
+        """The places where the stages begin; they must be the same on all ranks of a pipeline."""
         return f"{self.num_stages} stages, from {', '.join(self._starts[1:]) or 'one piece'}"
 
     def info(self) -> CutInfo:
-        """What the stages consist of, to look at."""
+        """Return a description of the stages, to print."""
         stages = []
         for index, module in enumerate(self._modules):
             received = [
@@ -210,7 +210,7 @@ class CutModel:
 
 
 def _names_of_one(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -218,7 +218,7 @@ def _names_of_one(module: nn.Module) -> list[list[str]]:
 
 
 def _join_names(module: nn.Module, groups: list[list[str]]) -> None:
-    """Make one parameter again of the names that had one: to_empty() makes one of each."""
+    """Give the names of one parameter one parameter again: to_empty() makes one for each name."""
     for first, *others in groups:
         for name in others:
             owner, _, last = name.rpartition(".")
@@ -231,19 +231,19 @@ def _check_constants(stage_index: StageId, module: fx.GraphModule) -> None:
         if isinstance(value, Tensor) and value.is_meta:
             raise StageError(
                 f"stage {stage_index} uses a tensor that the model's forward made on the meta "
-                f"device ({node.target}), and whose values are lost. Make it a buffer of the "
+                f"device ({node.target}), so its values are lost. Make it a buffer of the "
                 "model, or trace a model that is not on the meta device."
             )
 
 
 def _unsaved_without_values(module: nn.Module) -> list[str]:
-    """The buffers on the meta device that are in no state dict."""
+    """Return the names of buffers on the meta device that are not in the state dict."""
     saved = module.state_dict(keep_vars=True)
     return [name for name, b in module.named_buffers() if b.is_meta and name not in saved]
 
 
 def _move_operations(module: fx.GraphModule, device: torch.device) -> None:
-    """Let operations that make tensors make them on `device`, not where the model was traced."""
+    """Let operations make new tensors on `device`, not on the device of the trace."""
 
     def moved(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value

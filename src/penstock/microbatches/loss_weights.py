@@ -1,15 +1,14 @@
-"""Loss weights: how much each microbatch's loss counts in the loss of a step.
+"""Loss weights: the share of each microbatch's loss in the loss of a step.
 
-The loss of a step is sum(w_i * loss_i) / sum(w_i), where w_i is the *weight* of microbatch i: how
-much its own loss is a mean over. So a step gives the gradients of the whole batch, whatever the
-sizes of its microbatches. Weights are, in this order: what the caller says, the pipeline's rule
-for a target, or how many elements of a cut tensor the microbatch has.
+The loss of a step is sum(w_i * loss_i) / sum(w_i), where w_i is the *weight* of microbatch i: the
+number of values that its loss is the mean of. So a step gives the gradients of the whole batch,
+whatever the sizes of its microbatches. Weights come from the caller, else from the pipeline's rule
+for a target, else from the number of elements of a cut tensor in each microbatch.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from fractions import Fraction
 from numbers import Real
 from typing import Any, TypeAlias
@@ -18,14 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import CommError, MicrobatchError, StageError
+from penstock.comm.timed_collectives import add_up_
+from penstock.errors import MicrobatchError, StageError
 from penstock.torch_private import pytree
 
 LossWeight: TypeAlias = Callable[[Any], Any]
-"""The weight of a microbatch, a number, by its target."""
+"""A rule that returns the weight of a microbatch, a number, for its target."""
 
 _NARROW = (torch.float16, torch.bfloat16)
-"""In which a loss times its factor may not fit."""
+"""The dtypes in which a loss times its factor may overflow."""
 _REMEDY = (
     "Give the pipeline a loss_weight, such as loss_weight=len, or step_microbatches the weights."
 )
@@ -36,8 +36,8 @@ class LossWeights:
     """The factors of each microbatch's loss, on the rank of the last stage.
 
     `seeds` is for the gradients, which are summed; `factors` is for the losses, whose mean is
-    taken. `are_known` is False if nothing told the sizes of the microbatches: then they are taken
-    to be alike.
+    taken. `are_known` is False if the sizes of the microbatches are unknown: then they are taken
+    to be equal.
     """
 
     seeds: Sequence[float]
@@ -46,20 +46,20 @@ class LossWeights:
 
     @classmethod
     def plain(cls, num_microbatches: int) -> "LossWeights":
-        """Make those of a sum: every loss counts as it is."""
+        """Make the weights of a sum: every loss counts as it is."""
         ones = [1.0] * num_microbatches
         return cls(ones, ones)
 
     @classmethod
     def alike(cls, num_microbatches: int) -> "LossWeights":
-        """Make those of a mean over microbatches of one size."""
+        """Make the weights of a mean over microbatches of equal size."""
         return cls.of([1.0] * num_microbatches, num_microbatches, 1)
 
     @classmethod
     def of(
         cls, weights: Sequence[float], total: float, num_replicas: int, *, are_known: bool = True
     ) -> "LossWeights":
-        """Make those of a mean over replicas, whose gradients are averaged afterwards."""
+        """Make the weights of a mean over replicas, whose gradients are averaged afterwards."""
         if not total > 0:
             raise StageError(
                 f"the weights of all microbatches are {list(weights)}, so no loss counts in this "
@@ -70,9 +70,9 @@ class LossWeights:
         return cls(seeds, factors, are_known)
 
     def weigh(self, mb: int, loss: Any) -> Any:
-        """Return a loss so that the mean over microbatches is the loss of the step.
+        """Return a loss scaled so that the mean over microbatches is the loss of the step.
 
-        What is not one number is left as it is.
+        A loss that is not one number is returned as it is.
         """
         factor = self.factors[mb]
         if isinstance(loss, Tensor):
@@ -90,9 +90,9 @@ class LossWeights:
 def find_weights(
     given: Mapping[str, Sequence[Any]], *, weights: Any, rule: LossWeight | None, are_cut: bool
 ) -> list[float] | None:
-    """Return the weight of each microbatch, or None if nothing tells them apart.
+    """Return the weight of each microbatch, or None if nothing shows their sizes.
 
-    `given` has what the microbatches were given, by name: what tells their sizes best comes first.
+    `given` has the microbatches' values by name; those that show the sizes best come first.
     """
     if weights is not None:
         return check_weights(weights, len(given["args"]))
@@ -132,16 +132,16 @@ def weights_by_rule(rule: LossWeight, targets: Sequence[Any]) -> list[float]:
     if not targets:
         raise StageError(
             "the pipeline has a loss_weight, but no target was given on this rank, which holds the "
-            "last stage. Give it one, or set loss_weight to None."
+            "last stage. Give a target, or set loss_weight to None."
         )
     return check_weights([rule(target) for target in targets], len(targets))
 
 
 def weights_by_size(values: Sequence[Any], *, name: str, are_cut: bool) -> list[float] | None:
-    """Return how many elements each microbatch has, or None if nothing in `values` tells.
+    """Return the number of elements of each microbatch, or None if `values` does not show it.
 
-    `are_cut` says that they were cut from one batch, along one dim of each tensor. Otherwise a
-    microbatch is as large as its first dim says, if all else agrees.
+    `are_cut` is True if they were cut from one batch, along one dim of each tensor. Otherwise the
+    numbers of rows must have the same proportions.
     """
     columns = _columns(values)
     found: dict[tuple[Fraction, ...], str] = {}
@@ -159,7 +159,7 @@ def weights_by_size(values: Sequence[Any], *, name: str, are_cut: bool) -> list[
 
 
 def _columns(values: Sequence[Any]) -> list[list[Tensor]]:
-    """Return the tensors that differ between microbatches: a list for each place."""
+    """Return the tensors that differ between microbatches: one list for each leaf."""
     leaves = [pytree.tree_leaves(value) for value in values]
     if len({len(row) for row in leaves}) != 1:
         return []
@@ -181,14 +181,11 @@ def sum_over_replicas(
 ) -> float:
     """Return the sum of the totals of all replicas; each must call it in each of its steps."""
     value = torch.tensor([total], dtype=torch.float64, device=device)
-    work = dist.all_reduce(value, group=group, async_op=True)
-    assert work is not None
-    try:
-        work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as exc:
-        raise CommError(
-            f"replica {dist.get_rank(group)} timed out or failed (limit {timeout_s:g} s) waiting "
-            f"for the loss weights of the other replicas: {str(exc).splitlines()[0]}. Expected all "
-            "replicas to run the same steps. Look at the first error of each."
-        ) from exc
+    add_up_(
+        value,
+        group,
+        timeout_s,
+        what="the loss weights",
+        expected="all of them, which are replicas, to run the same steps",
+    )
     return float(value.item())

@@ -1,4 +1,4 @@
-"""A pipeline's connection to the other ranks: how they meet, and how all of them fail together."""
+"""A pipeline's connection to the other ranks, with which it meets and fails together."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from penstock.stage import Group
 class Connection:
     """The channels to the other ranks of a group, from the first use to the first failure.
 
-    `meet` is called when they are there: all ranks are in it at the same time.
+    `meet` is called once the channels exist; all ranks call it at the same time.
     """
 
     def __init__(
@@ -24,21 +24,23 @@ class Connection:
         device: torch.device,
         timeout_s: float,
         meet: Callable[[AbstractComm], None],
+        clean_up: Callable[[BaseException], None],
     ) -> None:
         self._group = group
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
         self._meet = meet
+        self._clean_up = clean_up
         self._comm: AbstractComm | None = None
         self._failure = ""
 
     @contextmanager
     def failing_together(self) -> Iterator[AbstractComm]:
-        """Whatever is raised in here ends the pipeline on all ranks."""
+        """Yield the channels; an error raised in the block ends the pipeline on all ranks."""
         if self._failure:
             raise CommError(
-                f"rank {self._rank}: this pipeline is at its end ({self._failure}). "
+                f"rank {self._rank}: this pipeline has ended ({self._failure}). "
                 "Make a new pipeline on all ranks."
             )
         try:
@@ -52,6 +54,7 @@ class Connection:
             if self._comm is not None:
                 self._comm.fail(self._failure)
                 self._comm = None
+            self._clean_up(error)  # After the others were told, as it may wait.
             raise
 
     def close(self) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.comm import AbstractComm, check_agreement
+from penstock.comm.pipelines_together import Peers
 from penstock.errors import RecordError, StageError
 from penstock.ir import Action, Schedule, StageId
 from penstock.ir.action import COMPUTE_TYPES
@@ -24,6 +26,7 @@ from penstock.runtime.auto.auto_pilot import AutoPilot
 from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.auto.pilot import AbstractPilot
 from penstock.runtime.connection import Connection
+from penstock.runtime.grad_norm import Clipping, measure_norm
 from penstock.runtime.losses import weigh_losses
 from penstock.runtime.pipeline_checks import (
     as_schedule,
@@ -31,7 +34,6 @@ from penstock.runtime.pipeline_checks import (
     check_fit,
     check_microbatches,
     check_replica_group,
-    check_replicas,
     check_replicas_are_known,
     check_same_replicas,
     check_settings,
@@ -52,7 +54,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 class Pipeline(Sealed):
-    """Runs steps of any schedule over the stages that this rank holds.
+    """A pipeline, which runs steps of any schedule on the stages that this rank holds.
 
     `schedule` is a Schedule, or the name of one (see `penstock.schedules.names()`), which needs
     `num_microbatches` too. Without a `loss_fn` there is no backward.
@@ -60,21 +62,21 @@ class Pipeline(Sealed):
     `on_grads_ready(stage)` is called once per step and stage, as soon as the stage's gradients are
     complete; where parameters are tied to those of other stages, that is at the end of the step.
 
-    With `scale_grads` the loss of a step, and so its gradients, are those of the whole batch:
+    With `scale_grads`, the loss of a step and its gradients are those of the whole batch:
     sum(w_i * loss_i) / sum(w_i), where w_i is the number of values that microbatch i's target has.
     `loss_weight(target)` is for a loss that is a mean over something else, such as the valid
-    tokens: `lambda target: (target != -100).sum()`. The sum goes over all replicas too, whose
-    gradients are averaged afterwards: those of DistributedDataParallel around the last stage, or
-    the ranks of `replica_group`. Without `scale_grads` gradients are the plain sum of the losses'.
+    tokens: `lambda target: (target != -100).sum()`. The sums include all replicas, whose gradients
+    are averaged afterwards: those of DistributedDataParallel around the last stage, or the ranks
+    of `replica_group`. Without `scale_grads`, gradients are those of the plain sum of the losses.
 
     `loss_fn`, `scale_grads` and `loss_weight` can be set between steps.
 
-    With the schedule "auto", or an `Auto(...)` with options, the first steps are measured, and the
-    best schedule that is found for the stages as they are placed runs the others.
+    With the schedule "auto", or an `Auto(...)` with options, the first steps are measured. The
+    other steps run the best schedule that is found for the stages as they are placed.
 
-    With `record`, the times of the last steps are kept, and `recording()` gives them.
+    With `record`, the times of the last steps are kept, and `recording()` returns them.
 
-    No wait lasts longer than `timeout` seconds. If any rank fails, all of them raise.
+    No wait lasts longer than `timeout` seconds. If any rank fails, all of them raise an error.
     """
 
     settable = ("loss_fn", "scale_grads", "loss_weight")
@@ -91,7 +93,7 @@ class Pipeline(Sealed):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         loss_weight: LossWeight | None = None,
-        replica_group: dist.ProcessGroup | None = None,
+        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         record: bool = False,
@@ -104,13 +106,11 @@ class Pipeline(Sealed):
         self._specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
         self._timeout_s = check_timeout(timeout)
         self._settings = check_settings(
-            Settings(
-                loss_fn, scale_grads, loss_weight, on_grads_ready or _ignore, custom_functions={}
-            )
+            Settings(loss_fn, scale_grads, loss_weight, on_grads_ready, custom_functions={})
         )
         self._replica_group = check_replica_group(replica_group, self._settings)
         self._recorders = [Recorder()] if record else []
-        """The first is the pipeline's own, if it has one; others are those of blocks."""
+        """The pipeline's own recorder first, if it has one; then those of recorded blocks."""
         self._records = record
         self._has_backward = loss_fn is not None
         if isinstance(schedule, str) and schedule.lower() == "auto":
@@ -121,8 +121,7 @@ class Pipeline(Sealed):
                     'schedule is "auto", which needs a loss_fn: without a backward there is '
                     "nothing to plan. Give one, or the name of a schedule."
                 )
-            check_replicas(held)
-            schedule = AutoPilot(schedule, self._timeout_s)
+            schedule = AutoPilot(schedule, self._timeout_s, self._find_peers)
         if isinstance(schedule, AbstractPilot):
             self.num_microbatches = check_count(num_microbatches)
         else:
@@ -139,6 +138,7 @@ class Pipeline(Sealed):
             self._first.device,
             self._timeout_s,
             self._meet,
+            self._abandon,
         )
         self._seal(theirs)
 
@@ -149,23 +149,23 @@ class Pipeline(Sealed):
 
     @property
     def loss_fn(self) -> LossFn | None:
-        """What computes the loss of a microbatch from its outputs and its target."""
+        """The function that computes a microbatch's loss from its outputs and its target."""
         return self._settings.loss_fn
 
     @loss_fn.setter
     def loss_fn(self, loss_fn: LossFn | None) -> None:
         if (loss_fn is None) != (self._settings.loss_fn is None):
-            had, gets = ("a loss_fn", "none") if loss_fn is None else ("none", "one")
+            had, gets = ("a loss_fn", "none") if loss_fn is None else ("no loss_fn", "one")
             raise StageError(
-                f"the pipeline was made with {had} and would now have {gets}. All ranks agreed on "
-                "whether there is a backward: set another loss_fn, call eval() for steps without "
-                "a backward, or make a new pipeline."
+                f"the pipeline was made with {had} and would now have {gets}. All ranks have "
+                "agreed whether there is a backward: set another loss_fn, call eval() for steps "
+                "without a backward, or make a new pipeline."
             )
         self._settings = replace(self._settings, loss_fn=loss_fn)
 
     @property
     def scale_grads(self) -> bool:
-        """Whether gradients are those of the mean over the batch, not of the sum of losses."""
+        """True if gradients are those of the mean over the batch, not of the sum of losses."""
         return self._settings.scale_grads
 
     @scale_grads.setter
@@ -176,7 +176,7 @@ class Pipeline(Sealed):
 
     @property
     def loss_weight(self) -> LossWeight | None:
-        """How much a microbatch counts in the mean over the batch, by its target."""
+        """The function from a microbatch's target to its weight in the mean over the batch."""
         return self._settings.loss_weight
 
     @loss_weight.setter
@@ -185,7 +185,7 @@ class Pipeline(Sealed):
 
     @property
     def schedule(self) -> Schedule:
-        """What the next step runs."""
+        """The schedule that the next step runs."""
         return self._runner.schedule
 
     def step(
@@ -197,12 +197,12 @@ class Pipeline(Sealed):
         loss_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """One batch, forward and backward; returns the outputs on the rank of the last stage.
+        """Run one batch forward and backward; return the outputs on the rank of the last stage.
 
         `args` are for the first stage, `kwargs` for the stages of this rank, `target` for the
         last stage; ranks that do not hold it need not give it. All are cut into microbatches.
-        `losses` is filled with the loss of each microbatch, times how much it counts, so that their
-        mean is the loss of the batch. `loss_kwargs` go to `loss_fn` whole.
+        `losses` is filled with the loss of each microbatch, times its weight, so that their mean
+        is the loss of the batch. `loss_kwargs` go to `loss_fn` uncut.
         """
         return self._run(
             self._has_backward, args, kwargs, target, losses, return_outputs, loss_kwargs
@@ -217,9 +217,9 @@ class Pipeline(Sealed):
         loss_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """One batch, forward only and without gradients; takes and returns what `step` does.
+        """Run one batch forward only, without gradients; take and return what `step` does.
 
-        Losses are computed only if `losses` is given, so that outputs need no `target`.
+        Losses are computed only if `losses` is given, so outputs alone need no `target`.
         """
         return self._run(False, args, kwargs, target, losses, return_outputs, loss_kwargs)
 
@@ -234,10 +234,10 @@ class Pipeline(Sealed):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> list[Any] | None:
-        """As `step`, for a batch that comes already cut; the outputs are not merged either.
+        """Run `step` for a batch that is already cut; the outputs are not merged either.
 
-        `weights` says how much each microbatch counts in the mean over the batch, on the rank of
-        the last stage. Without it, it is what `loss_weight` says, or how large they are.
+        `weights`, on the rank of the last stage, says how much each microbatch counts in the mean
+        over the batch. By default `loss_weight` decides, or else the size of the microbatch.
         """
         self._join_run()
         with self._connection.failing_together() as comm:
@@ -258,23 +258,40 @@ class Pipeline(Sealed):
                 comm, batch, loss_weights, self._has_backward, losses, return_outputs
             )
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradients of all stages by their global norm, and return that norm.
+
+        All ranks must call it, after a step; all get the same norm, to the last bit. Parameters
+        can be plain or DTensors; each counts once, however many ranks hold it or a part of it.
+        """
+        with self._connection.failing_together() as comm:
+            clipping = Clipping.of(max_norm, norm_type, error_if_nonfinite, foreach)
+            norm = measure_norm(self._stages, comm, self._first.device, clipping, self._timeout_s)
+        return norm.clip()
+
     def recording(self) -> Recording:
-        """The last steps, at most 100, with the times of all ranks by one clock.
+        """Return the last steps, at most 100, with the times of all ranks on one clock.
 
         All ranks must call it, after the same step.
         """
         if not self._records:
             raise RecordError(
-                "this pipeline records nothing. Make it with record=True, or run its steps in a "
-                "block of `with penstock.record() as run:`."
+                "this pipeline does not record its steps. Make it with record=True, or run its "
+                "steps in a `with penstock.record() as run:` block."
             )
         return self._gather(self._recorders[0])
 
     def _gather(self, recorder: Recorder) -> Recording:
         if recorder.is_empty:
             raise RecordError(
-                "no step has been recorded yet. Run one before asking for the recording; with the "
-                'schedule "auto" two, as memory is counted in the first.'
+                "no step has been recorded yet. Run one before asking for the recording, or two "
+                'with the schedule "auto", which counts memory in the first.'
             )
         with self._connection.failing_together() as comm:
             return recorder.gather(
@@ -286,12 +303,12 @@ class Pipeline(Sealed):
         self._connection.close()
 
     def register_custom_function(self, kind: type[Action], function: CustomFunction) -> None:
-        """Call `function(action, context)` in place of running each action of a kind.
+        """Call `function(action, context)` instead of running each action of type `kind`.
 
-        `context.run(action)` runs it, or one half of an overlap, and must be called;
-        `context.stages` and `context.batch` are what the step works on. The halves of an overlap
-        are not of their own kinds, and a compiled stage runs Backward where others run
-        BackwardInput.
+        `context.run(action)` runs the action, or one half of an overlap, and must be called.
+        `context.stages` and `context.batch` are the stages and the batch of the step. The halves
+        of an overlap do not count as actions of their own kinds, and a compiled stage runs
+        Backward where others run BackwardInput.
         """
         if kind not in COMPUTE_TYPES:
             names = ", ".join(known.__name__ for known in COMPUTE_TYPES)
@@ -334,7 +351,7 @@ class Pipeline(Sealed):
     def _weigh_losses(
         self, batch: Batch, has_backward: bool, *, weights: Any, are_cut: bool
     ) -> LossWeights:
-        """Find out how much each microbatch counts; only the rank of the last stage need know."""
+        """Find out how much each microbatch counts; only the rank of the last stage uses it."""
         if not self.scale_grads:
             return LossWeights.plain(self.num_microbatches)
         if not self._holds_last or self.loss_fn is None:
@@ -349,19 +366,31 @@ class Pipeline(Sealed):
         )
 
     def _sum_over_replicas(self, total: float) -> tuple[float, int]:
-        """The sum of all replicas' totals, and how many replicas there are."""
-        if (replicas := self._replicas) is None:
-            return total, 1
-        summed = sum_over_replicas(total, replicas, self._first.device, self._timeout_s)
-        return summed, dist.get_world_size(replicas)
+        """Return the sum of all replicas' totals, and how many replicas there are."""
+        num_replicas = 1
+        for replicas in self._replicas:
+            total = sum_over_replicas(total, replicas, self._first.device, self._timeout_s)
+            num_replicas *= dist.get_world_size(replicas)
+        return total, num_replicas
 
     @property
-    def _replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the last stage of each replica."""
-        averaging = self._stages[self._first.num_stages - 1].replica_group
-        if self._replica_group is not None and averaging is not None:
+    def _replicas(self) -> tuple[dist.ProcessGroup, ...]:
+        """The ranks that hold the last stage of each replica, by dimension of their mesh."""
+        last = self._stages[self._first.num_stages - 1]
+        last.refresh()  # It may have been wrapped since the last step.
+        if self._replica_group is None:
+            return last.replica_groups
+        if averaging := last.known_replica_groups:
             check_same_replicas(self._replica_group, averaging)
-        return self._replica_group or averaging
+        return (self._replica_group,)
+
+    def _find_peers(self) -> Peers:
+        """Return the ranks that take part in collectives of this rank's stages."""
+        groups = [group for stage in self._stages.values() for group in stage.peer_groups]
+        given = self._replica_group
+        if given is not None and dist.get_rank(given) >= 0:
+            groups.append(given)
+        return Peers.of(groups, self._first.device, self._timeout_s)
 
     def _run_batch(
         self,
@@ -391,13 +420,24 @@ class Pipeline(Sealed):
             losses[:] = step.losses.weighed()
         return [step.outputs[mb] for mb in sorted(step.outputs)] if step.keeps_outputs else None
 
+    def _abandon(self, error: BaseException) -> None:
+        """Shard parameters again after a failure; a fault in that must not hide the first one."""
+        for index, stage in self._stages.items():
+            try:
+                stage.abandon_step()
+            except Exception as another:
+                error.add_note(
+                    f"the parameters of stage {index} could not be sharded again after it: "
+                    f"{type(another).__name__}: {another}"
+                )
+
     def _join_run(self) -> None:
-        """Be recorded, if this step is in a block that records."""
+        """Let the recorded block that this step is in, if any, record it."""
         if (run := active_run()) is not None:
             run.watch(self._recorders, self._gather)
 
     def _meet(self, comm: AbstractComm) -> None:
-        """Make sure that all ranks have the same pipeline in mind, and open the channels."""
+        """Check that all ranks have the same pipeline, and open the channels."""
         own = {
             "num_stages": self._first.num_stages,
             "num_microbatches": self.num_microbatches,
@@ -416,7 +456,3 @@ class Pipeline(Sealed):
     @property
     def _holds_last(self) -> bool:
         return self._first.num_stages - 1 in self._stages
-
-
-def _ignore(stage: PipelineStage) -> None:
-    """Do nothing when a stage's gradients are ready."""

@@ -1,14 +1,19 @@
-"""Checks of what a pipeline is given, before anything runs."""
+"""Checks of a pipeline's arguments, before anything runs."""
 
+import math
+from collections.abc import Collection, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import schedules
 from penstock.errors import StageError
-from penstock.ir import Schedule
+from penstock.ir import Schedule, StageId
 from penstock.runtime.step_settings import Settings
 from penstock.stage import PipelineStage
+from penstock.stage.stage_checks import as_process_group
 
 _LONGEST_TIMEOUT_S = 365 * 24 * 3600
 
@@ -16,12 +21,12 @@ _LONGEST_TIMEOUT_S = 365 * 24 * 3600
 def as_schedule(
     schedule: Schedule | str, stages: list[PipelineStage], num_microbatches: int | None
 ) -> Schedule:
-    """The schedule itself, or the one of that name for these stages."""
+    """Return the schedule itself, or the one with that name for these stages."""
     if isinstance(schedule, str):
         if num_microbatches is None:
             raise StageError(
-                f"schedule is the name {schedule!r}, which does not say how many microbatches. "
-                "Give num_microbatches too, or a Schedule."
+                f"schedule is the name {schedule!r}, which does not say how many microbatches "
+                "there are. Give num_microbatches too, or a Schedule."
             )
         generator = schedules.get(schedule)
         return generator(
@@ -37,14 +42,14 @@ def as_schedule(
     if num_microbatches not in (None, schedule.num_microbatches):
         raise StageError(
             f"num_microbatches is {num_microbatches}, but the schedule has "
-            f"{schedule.num_microbatches}. Leave it out, or make the schedule for as many."
+            f"{schedule.num_microbatches}. Leave it out, or make the schedule for that number."
         )
     schedule.verify()
     return schedule
 
 
 def check_count(num_microbatches: int | None) -> int:
-    """Raises unless this is a number of microbatches."""
+    """Return the number of microbatches; raise an error if it is not valid."""
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise StageError(
             f"num_microbatches is {num_microbatches!r}. Expected a whole number, at least 1."
@@ -53,7 +58,7 @@ def check_count(num_microbatches: int | None) -> int:
 
 
 def check_microbatches(name: str, values: Any, kind: type, num_microbatches: int) -> list[Any]:
-    """Return what a step was given for each microbatch; raises if it is not for as many."""
+    """Return a step's values for each microbatch; raise an error if their number is wrong."""
     if values is None:
         return [kind() for _ in range(num_microbatches)]
     if not isinstance(values, list) or len(values) != num_microbatches:
@@ -66,13 +71,13 @@ def check_microbatches(name: str, values: Any, kind: type, num_microbatches: int
         if not isinstance(value, kind):
             raise StageError(
                 f"{name}[{mb}] is a {type(value).__name__}. Expected a {kind.__name__} for "
-                "each microbatch: what the stage is called with."
+                "each microbatch: the arguments of the stage."
             )
     return values
 
 
 def check_timeout(timeout: float) -> float:
-    """Raises unless this is a time that can be waited."""
+    """Return the timeout in seconds; raise an error if it is out of range."""
     if not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST_TIMEOUT_S:
         raise StageError(
             f"timeout is {timeout!r}. Expected seconds, more than 0 and at most a year."
@@ -81,7 +86,7 @@ def check_timeout(timeout: float) -> float:
 
 
 def check_settings(settings: Settings) -> Settings:
-    """Raises if an option would be ignored."""
+    """Return the settings; raise an error if one is wrong or would be ignored."""
     if not isinstance(settings.scale_grads, bool):
         raise StageError(f"scale_grads is {settings.scale_grads!r}. Expected True or False.")
     if settings.loss_weight is None:
@@ -96,7 +101,7 @@ def check_settings(settings: Settings) -> Settings:
 
 
 def check_takes_weights(name: str, settings: Settings) -> None:
-    """Raises if what says how much microbatches count would be ignored."""
+    """Raise an error if weights of microbatches, given as `name`, would be ignored."""
     if settings.loss_fn is None:
         raise StageError(
             f"{name} was given, but there is no loss_fn, so there is no loss to weigh. Give a "
@@ -110,43 +115,43 @@ def check_takes_weights(name: str, settings: Settings) -> None:
 
 
 def check_replica_group(
-    group: dist.ProcessGroup | None, settings: Settings
+    group: dist.ProcessGroup | DeviceMesh | None, settings: Settings
 ) -> dist.ProcessGroup | None:
-    """Raises unless this can be the group of the pipeline's replicas."""
+    """Return the group; raise an error if it cannot be the group of the replicas."""
     if group is None:
         return None
-    if not isinstance(group, dist.ProcessGroup):
-        raise StageError(
-            f"replica_group is a {type(group).__name__}. Expected a torch.distributed process "
-            'group, such as mesh["dp"].get_group().'
-        )
     check_takes_weights("replica_group", settings)
-    return group
+    return as_process_group("replica_group", group, "dp")
 
 
-def check_replicas_are_known(group: dist.ProcessGroup | None) -> None:
-    """Raises if other stages have replicas, but the last one does not say which."""
-    if group is None:
+def check_replicas_are_known(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Raise an error if other stages have replicas, but the last one does not say which."""
+    if not groups:
         raise StageError(
             "gradients of other stages are averaged over replicas, but the last stage is not "
-            "wrapped, so that it does not know whose batches count in the mean. Give the pipeline "
+            "wrapped, so it does not know whose batches count in the mean. Give the pipeline "
             "the replica_group: the ranks that hold the last stage in each replica."
         )
 
 
-def check_same_replicas(named: dist.ProcessGroup, averaging: dist.ProcessGroup) -> None:
-    """Raises if weights would be summed over other ranks than gradients are averaged over."""
-    ranks, others = map(dist.get_process_group_ranks, (named, averaging))
-    if sorted(ranks) != sorted(others):
+def check_same_replicas(named: dist.ProcessGroup, averaging: Sequence[dist.ProcessGroup]) -> None:
+    """Raise an error unless weights are summed over the ranks that average the gradients.
+
+    `averaging` has a group for each dimension of their mesh.
+    """
+    ranks = dist.get_process_group_ranks(named)
+    others = {rank for group in averaging for rank in dist.get_process_group_ranks(group)}
+    num_others = math.prod(map(dist.get_world_size, averaging))
+    if len(ranks) != num_others or not others.issubset(ranks):
         raise StageError(
-            f"replica_group has ranks {sorted(ranks)}, but DistributedDataParallel around the last "
-            f"stage averages over {sorted(others)}. Expected the same ranks: leave replica_group "
-            "out."
+            f"replica_group has ranks {sorted(ranks)}, but the wrapper around the last stage "
+            f"averages over {num_others} ranks, {sorted(others)} among them. Expected the same "
+            "ranks: leave replica_group out."
         )
 
 
 def check_stages(stages: list[PipelineStage]) -> None:
-    """Raises unless these can be the stages of one rank."""
+    """Raise an error unless these can be the stages of one rank."""
     for stage in stages:
         if not isinstance(stage, PipelineStage):
             raise StageError(
@@ -165,17 +170,17 @@ def check_stages(stages: list[PipelineStage]) -> None:
 
 
 def check_fit(schedule: Schedule, stages: list[PipelineStage]) -> None:
-    """Raises unless these are the stages that the schedule places on this rank."""
+    """Raise an error unless these are the stages that the schedule places on this rank."""
     rank, num_ranks = stages[0].group_rank, stages[0].group_size
     if num_ranks != schedule.num_ranks:
         raise StageError(
             f"the schedule is for {schedule.num_ranks} ranks, but the group has {num_ranks}. "
-            "Make it for as many as there are, or give the stages another group."
+            "Make the schedule for that number, or give the stages another group."
         )
     if stages[0].num_stages != schedule.num_stages:
         raise StageError(
             f"the schedule has {schedule.num_stages} stages, but the stages say that num_stages "
-            f"is {stages[0].num_stages}. Cut the model into {schedule.num_stages}."
+            f"is {stages[0].num_stages}. Cut the model into {schedule.num_stages} stages."
         )
     held = sorted(stage.stage_index for stage in stages)
     expected = list(schedule.placement.stages_of(rank))
@@ -187,12 +192,39 @@ def check_fit(schedule: Schedule, stages: list[PipelineStage]) -> None:
 
 
 def check_replicas(stages: list[PipelineStage]) -> None:
-    """Raises if the stages of a rank would reduce their gradients in an order of its own."""
-    wrapped = [stage.stage_index for stage in stages if stage.is_data_parallel]
-    if wrapped and len(stages) > 1:
+    """Raise an error if other pipelines, with schedules of their own, would disturb this rank's.
+
+    Replicas of one DistributedDataParallel stage reduce its gradients once, in any schedule.
+    """
+    together = [stage for stage in stages if stage.is_reduced or stage.is_tensor_parallel]
+    is_safe = len(stages) == 1 and all(stage.is_data_parallel for stage in together)
+    if together and not is_safe:
+        numbers = [stage.stage_index for stage in together]
         raise StageError(
-            f'schedule is "auto", and stages {wrapped} are data parallel, with several on a rank. '
-            "Every replica would find a schedule of its own, in which gradients are complete in "
-            "another order, and be reduced with the wrong ones. Give all replicas one schedule: "
-            "find it with penstock.measure_costs and penstock.search, on one of them."
+            f'schedule is "auto", and stages {numbers} are data parallel or tensor parallel, but '
+            "rank 0 does not know its replicas, so each would find its own schedule. Collectives "
+            "would run in different orders, and mix gradients up. Wrap the stages of rank 0 too, "
+            "give the pipeline the replica_group on rank 0 of each replica, or give all replicas "
+            "the same schedule: find it with penstock.measure_costs and penstock.search."
+        )
+
+
+def check_shared_modules(stages: Sequence[PipelineStage]) -> None:
+    """Raise an error if two stages share a sharded module, which is reduced once in a step."""
+    for one, other in combinations([stage for stage in stages if stage.is_sharded], 2):
+        if one.shares_sharded_module(other):
+            raise StageError(
+                f"stages {one.stage_index} and {other.stage_index} of rank {one.group_rank} share "
+                "a sharded module, whose gradients would be reduced before both have added to "
+                "them. Give each stage a copy, and tie their parameters with `tied`."
+            )
+
+
+def check_wrapped_early(late: Collection[StageId]) -> None:
+    """Raise an error if stages got replicas after the ranks had told each other who has any."""
+    if late:
+        raise StageError(
+            f"stage {min(late)} was wrapped in data parallelism after the first step, in which the "
+            "rank of the last stage learned whose batches count in the mean. Wrap stages before "
+            "the first step, or make a new pipeline on all ranks."
         )

@@ -1,10 +1,11 @@
-"""What one rank has to do in a step, worked out from the schedule before anything runs.
+"""One rank's actions in a step, prepared from the schedule before anything runs.
 
-A schedule says in which order a rank acts. Its program adds what can be known ahead: which messages
-each action needs and makes, in which order those of each channel come, which backward is split,
-which weight gradient is a stage's last, and when a message that was sent has surely been received.
+A schedule gives the order of a rank's actions. The program adds what is known in advance: which
+messages each action needs and makes, and their order on each channel; which backward is split;
+which weight gradient is a stage's last; and when a sent message has certainly been received.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -15,10 +16,13 @@ from penstock.ir import (
     BackwardWeight,
     Message,
     Rank,
+    ReduceGrads,
+    Reshard,
     Schedule,
     Send,
     Skip,
     StageId,
+    Unshard,
 )
 from penstock.ir.action import SingleCompute, compute_parts
 from penstock.ir.dataflow import Dataflow, sent_by
@@ -32,18 +36,18 @@ class Task:
 
     action: SingleCompute
     needs: tuple[Message, ...]
-    """What it waits for, by stage."""
+    """The messages that it waits for, by stage."""
     makes: tuple[Message, ...]
-    """What it makes for other stages, by stage."""
+    """The messages that it makes for other stages, by stage."""
     is_split: bool
-    """Whether this microbatch's backward on this stage comes in two halves."""
+    """True if this microbatch's backward on this stage is split."""
     completes_grads: bool
-    """Whether this adds the last weight gradient of its stage in this step."""
+    """True if this adds the last weight gradient of its stage in this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One action of the order, as the tasks it consists of: two for an overlap, none for a send."""
+    """One action of the order, and its tasks: two for an overlap, none for a send."""
 
     action: Action
     tasks: tuple[Task, ...]
@@ -51,23 +55,31 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What `rank` does in a step."""
+    """The program of `rank` in a step."""
 
     rank: Rank
     flow: Dataflow
     entries: tuple[Entry, ...]
     arriving: dict[Rank, tuple[Message, ...]]
-    """By sender, the messages in the order in which they come."""
+    """The messages from each sender, in the order in which they arrive."""
     received_before: dict[Message, tuple[Rank, int]]
-    """For messages that arrive: their sender, and how many of ours it has received by then."""
+    """For each arriving message: its sender, and how many of ours that had received before."""
+    gathered: frozenset[StageId]
+    """The stages for which the schedule says when parameters are gathered."""
     channels: frozenset[Channel]
-    """Those of the whole schedule."""
+    """The channels of the whole schedule."""
 
 
-def make_program(schedule: Schedule, rank: Rank, skips: Collection[Skip] = ()) -> Program:
-    """The program of `rank`; the sends that the schedule lacks are added.
+def make_program(
+    schedule: Schedule,
+    rank: Rank,
+    skips: Collection[Skip] = (),
+    sharded: Collection[StageId] = (),
+) -> Program:
+    """Make the program of `rank`; sends that the schedule lacks are added.
 
-    `skips` are those of the model; also where both stages are on one rank, and nothing is sent.
+    `skips` are the model's, including those between stages of one rank, where nothing is sent.
+    The gradients of the rank's `sharded` stages are reduced once, after their last backward.
     """
     lowered = add_sends(schedule, skips)
     flow = Dataflow(lowered, skips)
@@ -79,9 +91,12 @@ def make_program(schedule: Schedule, rank: Rank, skips: Collection[Skip] = ()) -
     return Program(
         rank=rank,
         flow=flow,
-        entries=tuple(_entries(lowered.orders[rank], flow)),
+        entries=tuple(_entries(_with_frees_and_reductions(lowered.orders[rank], sharded), flow)),
         arriving={sender: messages for sender, messages in arriving.items() if messages},
         received_before=_acknowledgements(lowered, flow, rank),
+        gathered=frozenset(
+            action.stage for action in lowered.orders[rank] if isinstance(action, Unshard)
+        ),
         channels=frozenset(
             flow.channel(message) for order in lowered.orders for message in sent_by(order)
         ),
@@ -89,10 +104,37 @@ def make_program(schedule: Schedule, rank: Rank, skips: Collection[Skip] = ()) -
 
 
 def _sent_to(receiver: Rank, order: tuple[Action, ...], flow: Dataflow) -> Iterator[Message]:
-    """What goes to one rank, in order."""
+    """Yield the messages that go to one rank, in order."""
     for message in sent_by(order):
         if flow.channel(message).receiver == receiver:
             yield message
+
+
+def _with_frees_and_reductions(
+    order: tuple[Action, ...], sharded: Collection[StageId]
+) -> tuple[Action, ...]:
+    """Free and reduce each sharded stage as early as can be, unless the order says when."""
+    reduced = {action.stage for action in order if isinstance(action, ReduceGrads)}
+    gathered = {action.stage for action in order if isinstance(action, Unshard)}
+    last_use: dict[StageId, int] = {}
+    last_grads: dict[StageId, int] = {}
+    for place, action in enumerate(order):
+        for part in compute_parts(action):
+            if isinstance(part, Backward | BackwardWeight):
+                last_grads[part.stage] = place
+            if not isinstance(part, BackwardWeight):
+                last_use[part.stage] = place
+    after: dict[int, list[Action]] = defaultdict(list)
+    for stage in sorted(set(sharded) & last_grads.keys()):
+        if stage not in gathered and last_use[stage] < last_grads[stage]:
+            after[last_use[stage]].append(Reshard(stage))
+        if stage not in reduced:
+            after[last_grads[stage]].append(ReduceGrads(stage))
+    if not after:
+        return order
+    return tuple(
+        action for place, own in enumerate(order) for action in (own, *after.get(place, ()))
+    )
 
 
 def _entries(order: tuple[Action, ...], flow: Dataflow) -> Iterator[Entry]:
@@ -120,14 +162,14 @@ def _entries(order: tuple[Action, ...], flow: Dataflow) -> Iterator[Entry]:
 def _acknowledgements(
     schedule: Schedule, flow: Dataflow, rank: Rank
 ) -> dict[Message, tuple[Rank, int]]:
-    """For each message that comes to `rank`: how many of ours its sender has received by then.
+    """Return, for each message to `rank`, how many of ours its sender had received before.
 
-    A rank acts in order, so what it has waited for before it sends has arrived. That lets go of
-    what was sent without asking the backend, which for gloo does not know before it is waited for.
+    A rank acts in order, so everything that it waited for before a send has arrived. Thus sent
+    tensors can be released without asking the backend; gloo does not know until it is waited for.
     """
     known: dict[Message, tuple[Rank, int]] = {}
     for sender, order in enumerate(schedule.orders):
-        # Messages of a channel arrive in order: if one has been waited for, so have those before.
+        # Messages of a channel arrive in order: if one has arrived, so have those before it.
         ours = _sent_to(sender, schedule.orders[rank], flow)
         place = {message: number for number, message in enumerate(ours, 1)}
         received = 0

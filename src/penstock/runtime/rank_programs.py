@@ -1,4 +1,4 @@
-"""The programs of a rank's steps, for its stages as they are."""
+"""The programs of a rank's steps, for its stages as they are now."""
 
 import warnings
 from collections.abc import Iterable
@@ -13,14 +13,15 @@ from penstock.runtime.program import Program, make_program
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What a rank does in its steps, for one schedule and the stages that are compiled."""
+    """A rank's programs for one schedule, given which of its stages are compiled."""
 
     training: Program
     forward: Program
     channels: frozenset[Channel]
-    """Those that any rank uses."""
+    """The channels that any rank uses."""
     skips: frozenset[Skip]
     compiled: frozenset[StageId]
+    sharded: frozenset[StageId]
     to_split: frozenset[StageId]
     """The stages whose backward the schedule splits."""
 
@@ -31,15 +32,20 @@ class Programs:
 
     @property
     def whole(self) -> frozenset[StageId]:
-        """The stages whose backward is to be split and cannot be, since they are compiled."""
+        """The stages that the schedule splits, but that run full backwards: they are compiled."""
         return self.to_split & self.compiled
 
     @classmethod
     def make(
-        cls, schedule: Schedule, rank: Rank, compiled: frozenset[StageId], skips: frozenset[Skip]
+        cls,
+        schedule: Schedule,
+        rank: Rank,
+        compiled: frozenset[StageId],
+        skips: frozenset[Skip],
+        sharded: frozenset[StageId],
     ) -> "Programs":
         to_split = split_stages(schedule)
-        training = make_program(join_backward(schedule, compiled & to_split), rank, skips)
+        training = make_program(join_backward(schedule, compiled & to_split), rank, skips, sharded)
         forward = make_program(keep_forwards(schedule), rank, skips)
         return cls(
             training=training,
@@ -47,6 +53,7 @@ class Programs:
             channels=training.channels | forward.channels,
             skips=skips,
             compiled=compiled,
+            sharded=sharded,
             to_split=to_split,
         )
 
@@ -55,6 +62,6 @@ def warn_of_compiled(stages: Iterable[StageId]) -> None:
     for index in stages:
         warnings.warn(
             f"stage {index} is compiled, and the backward of a compiled module cannot be split "
-            "yet: it runs full backwards, and leaves the schedule's bubbles to idle.",
+            "yet: it runs full backwards, so the schedule's bubbles stay idle.",
             stacklevel=6,
         )

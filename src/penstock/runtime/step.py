@@ -17,9 +17,13 @@ from penstock.ir import (
     Forward,
     Message,
     MicrobatchId,
+    ReduceGrads,
+    Reshard,
     Send,
     StageId,
+    Unshard,
 )
+from penstock.ir.action import SHARDING_TYPES, Sharding
 from penstock.microbatches.hidden_tensors import hides_gradient
 from penstock.runtime.losses import Losses
 from penstock.runtime.measuring.observer import Leaves, Observer
@@ -30,6 +34,7 @@ from penstock.runtime.program import Entry, Program, Task
 from penstock.runtime.step_settings import Batch, CustomFunction, Settings
 from penstock.runtime.tied_parameters import TiedGrads
 from penstock.stage import PipelineStage
+from penstock.stage.dtensors import copy_with_spread
 from penstock.stage.outputs import as_outputs
 from penstock.stage.passage import (
     Passage,
@@ -38,12 +43,12 @@ from penstock.stage.passage import (
     needs_grad,
     stand_in_for,
 )
-from penstock.torch_private import REGISTER_PYTREE_NODE, pytree
+from penstock.torch_private import REGISTER_PYTREE_NODE, is_dtensor, pytree
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 Payload: TypeAlias = tuple[Leaves, pytree.TreeSpec]
-"""What a message holds, taken apart."""
+"""The leaves of a message, and the structure that they are nested in."""
 
 
 @dataclass(slots=True)
@@ -52,17 +57,17 @@ class _InFlight:
 
     passage: Passage
     inputs: list[Leaves]
-    """The leaves of each message that came, by stage."""
+    """The leaves of each message that arrived, by stage."""
     outputs: list[Payload]
-    """What went on, by stage; nothing on the last stage."""
+    """The messages to other stages, by stage; empty on the last stage."""
     outside: list[tuple[Tensor, Tensor]]
-    """Tensors of the caller's that need a gradient, each with what stood in for it."""
+    """The caller's tensors that need a gradient, each with its stand-in."""
     loss: Tensor | None
 
 
 @dataclass(slots=True)
 class Step:
-    """Runs a program once. Made for the step and dropped at its end."""
+    """One run of a program: made for the step and dropped at its end."""
 
     program: Program
     stages: Mapping[StageId, PipelineStage]
@@ -77,25 +82,31 @@ class Step:
     observer: Observer
     outputs: dict[MicrobatchId, Any] = field(default_factory=dict)
     current: Action | None = None
-    """What is being run, for whoever has to say where it went wrong."""
+    """The action that is running, for error messages."""
     _left: list[Task] = field(default_factory=list)
-    """What a custom function has still to run."""
+    """The tasks that a custom function still has to run."""
     _made: dict[Message, Payload] = field(default_factory=dict)
     _in_flight: dict[tuple[StageId, MicrobatchId], _InFlight] = field(default_factory=dict)
     _pending: dict[tuple[StageId, MicrobatchId], WeightBackward] = field(default_factory=dict)
     _outside: OutsideGraphs = field(default_factory=OutsideGraphs)
     _awaiting_others: list[PipelineStage] = field(default_factory=list)
-    """Stages whose own gradients are complete, in that order, but those of their ties are not."""
+    """Stages whose own gradients are complete, in that order, but whose ties' are not."""
 
     def run_all(self) -> None:
         """Run the program, from its first action to its last."""
         custom = self.settings.custom_functions
         self.observer.clock.begin()
         self.observer.memory.begin(self.program.flow)
+        if self.has_backward:
+            for index, stage in self.stages.items():
+                stage.begin_step(keeps_gathered=index in self.program.gathered)
         for entry in self.program.entries:
             self.current = entry.action
             if isinstance(entry.action, Send):
                 self._send(entry.action)
+                continue
+            if isinstance(entry.action, SHARDING_TYPES):
+                self._gather_or_reduce(entry.action)
                 continue
             function = custom.get(type(entry.action)) if custom else None
             if function is None:
@@ -105,32 +116,35 @@ class Step:
                 self._run_custom(entry, function)
         self.current = None
         self.mailbox.finish()
+        for stage in self.stages.values():
+            stage.end_step()
         with _without_autocast():
             self._outside.backward()
             if self.tied is not None:
-                # Last, since the caller's graph too may lead to a tied parameter.
+                # Last, since the caller's graph may also lead to a tied parameter.
                 self.tied.exchange()
-                for stage in self._awaiting_others:
-                    self.settings.on_grads_ready(stage)
+                if self.settings.on_grads_ready is not None:
+                    for stage in self._awaiting_others:
+                        self.settings.on_grads_ready(stage)
 
     def run(self, action: Action) -> None:
         """Run the action that a custom function was called for, or one half of an overlap."""
         tasks = [task for task in self._left if action in (task.action, self.current)]
         if not tasks:
             raise StageError(
-                f"a custom function was called for {self.current} and asks to run {action}. "
-                "It may run that action once, or each half of it if it is an overlap."
+                f"a custom function was called for {self.current} and tried to run {action}. "
+                "It may run the action it was called for once, or each half of an overlap once."
             )
         for task in tasks:
             self._left.remove(task)
             self._run(task)
 
     def made_by(self, task: Task) -> Sequence[Leaves]:
-        """What a task made for other stages, before it is sent."""
+        """Return what a task made for other stages, before it is sent."""
         return [self._made[message][0] for message in task.makes]
 
     def kept_of(self, task: Task) -> Any:
-        """What a task made for the caller: outputs and loss."""
+        """Return what a task made for the caller: outputs and loss."""
         if not self.stages[task.action.stage].is_last:
             return ()
         return self.outputs.get(task.action.mb), self.losses.values.get(task.action.mb)
@@ -141,12 +155,30 @@ class Step:
         if self._left:
             left = " and ".join(str(task.action) for task in self._left)
             raise StageError(
-                f"a custom function was called for {entry.action} and returned without having "
-                f"run {left}, which others wait for. Call context.run(action) in it."
+                f"a custom function was called for {entry.action} and returned without running "
+                f"{left}, which other actions wait for. Call context.run(action) in it."
             )
 
     def _send(self, action: Send) -> None:
         self.mailbox.send(action.message, *self._made.pop(action.message))
+        self.observer.clock.end(action)
+
+    def _gather_or_reduce(self, action: Sharding) -> None:
+        stage = self.stages[action.stage]
+        match action:
+            case Unshard():
+                stage.unshard()
+            case Reshard():
+                # If the order does not say when to gather, it was added to free as early as can be.
+                is_said = action.stage in self.program.gathered
+                are_pending = any(index == action.stage for index, _ in self._pending)
+                stage.reshard(has_weight_backwards=are_pending and not is_said)
+                if not is_said:
+                    return
+            case ReduceGrads():
+                if stage.is_sharded:  # Otherwise its last backward has completed it.
+                    stage.start_reduction()
+                    self._complete(stage)
         self.observer.clock.end(action)
 
     def _run(self, task: Task) -> None:
@@ -212,7 +244,7 @@ class Step:
         return loss, []
 
     def _hand_over(self, leaves: Leaves, stage: PipelineStage, mb: MicrobatchId) -> None:
-        """Get outputs ready for another stage of this rank; raises if a gradient would get lost."""
+        """Prepare outputs for a stage of this rank; raise an error if gradients would be lost."""
         for number, leaf in enumerate(leaves):
             if self.has_backward and not isinstance(leaf, Tensor) and hides_gradient(leaf):
                 raise StageError(
@@ -221,15 +253,18 @@ class Step:
                     "lost. Return tensors, tuples or dicts, or register its class with "
                     f"{REGISTER_PYTREE_NODE}."
                 )
-        # What needs no gradient may be the stage's own: a buffer that it changes.
+        # A tensor that needs no gradient may be the stage's own, such as a buffer that it changes.
         leaves[:] = [_own_copy(leaf) for leaf in leaves]
 
     def _take_activation(self, message: Message) -> tuple[Leaves, tuple[Any, ...]]:
-        """The leaves that a forward differentiates by, and its arguments made of them."""
+        """Return the leaves of a forward's graph, and the arguments that are made of them."""
         if self.program.flow.is_sent(message):
-            form, tensors = self.mailbox.receive(message)
-            for tensor, like in zip(tensors, form.tensors, strict=True):
-                tensor.requires_grad_(like.requires_grad)
+            form, parts = self.mailbox.receive(message)
+            stage = self.stages[message.taker]
+            tensors = [
+                stage.rebuild(tensor, like.spread, message.mb).requires_grad_(like.requires_grad)
+                for tensor, like in zip(parts, form.tensors, strict=True)
+            ]
             return list(tensors), form.as_arguments(tensors)
         leaves, structure = self._made.pop(message)
         leaves = self.observer.memory.take_over(leaves)
@@ -250,16 +285,14 @@ class Step:
         for message, leaves in zip(task.makes, flight.inputs, strict=True):
             self._made[message] = flatten(tuple(found.get(id(x)) for x in leaves if needs_grad(x)))
         if isinstance(task.action, Backward):
-            pending()
+            self._add_grads(task, stage, pending)
         else:
             self._pending[stage.stage_index, mb] = pending
-        if task.completes_grads:
-            self._complete(stage)
 
     def _differentiate(
         self, task: Task, stage: PipelineStage, mb: MicrobatchId, flight: _InFlight
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
-        """The gradients of a microbatch's inputs, and what its weight backward has to run."""
+        """Return the gradients of a microbatch's inputs, and its weight backward as a function."""
         arrived: list[Leaves] = []
         grads: Any = None
         if flight.loss is not None:
@@ -273,53 +306,66 @@ class Step:
             return (None,) * len(flight.passage.inputs), do_nothing
         with self.observer.memory.watching(stage, ()):
             if flight.loss is not None and not self.losses.counts(mb):
-                # Zero times its gradient is not zero where the mean of no values is not a number.
+                # The mean of no values is NaN, and zero times its gradient is not zero.
                 return flight.passage.backward_of_nothing()
             return flight.passage.backward(grads, flight.loss)
 
     def _take_gradients(
         self, task: Task, flight: _InFlight
     ) -> tuple[tuple[Any, ...], list[Leaves]]:
-        """The gradients of a microbatch's outputs, as the outputs are nested and by message."""
+        """Return the gradients of a microbatch's outputs: nested like them, and by message."""
         arguments: tuple[Any, ...] = ()
         rows: list[Leaves] = []
         for message, (leaves, structure) in zip(task.needs, flight.outputs, strict=True):
-            arriving = iter(self._take_gradient(message))
+            arriving = iter(self._take_gradient(message, list(filter(needs_grad, leaves))))
             grads = [next(arriving) if needs_grad(leaf) else None for leaf in leaves]
             rows.append(grads)
             arguments += unflatten(grads, structure)
         return arguments, rows
 
-    def _take_gradient(self, message: Message) -> list[Tensor | None]:
-        """The gradients of those outputs that need one, in order; None if nobody used it."""
+    def _take_gradient(self, message: Message, outputs: list[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of outputs that need one, in order; None for unused outputs."""
         if not self.program.flow.is_sent(message):
             leaves, _ = self._made.pop(message)
             return leaves
         form, tensors = self.mailbox.receive(message)
         arriving = iter(tensors)
-        return [None if leaf is None else next(arriving) for leaf in form.leaves]
+        stage = self.stages[message.taker]
+        return [
+            None
+            if like is None
+            else stage.rebuild(next(arriving), like.spread, message.mb, gradient_of=output)
+            for like, output in zip(form.leaves, outputs, strict=True)
+        ]
 
     def _backward_weight(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
         pending = self._pending.pop((stage.stage_index, mb))
         if task.completes_grads:
             stage.expect_last_grads()
+        self._add_grads(task, stage, pending)
+
+    def _add_grads(self, task: Task, stage: PipelineStage, pending: WeightBackward) -> None:
         pending()
-        if task.completes_grads:
+        stage.accumulate_grads()
+        if task.completes_grads and not stage.is_sharded:  # Otherwise they are not reduced yet.
             self._complete(stage)
 
     def _complete(self, stage: PipelineStage) -> None:
         if self.tied is not None and stage.stage_index in self.tied.stages:
             self._awaiting_others.append(stage)
-        else:
+        elif self.settings.on_grads_ready is not None:
+            stage.finish_reduction()
             self.settings.on_grads_ready(stage)
 
 
 def _own_copy(leaf: Any) -> Any:
-    return leaf.clone() if type(leaf) is Tensor and not leaf.requires_grad else leaf
+    if (type(leaf) is Tensor or is_dtensor(leaf)) and not leaf.requires_grad:
+        return copy_with_spread(leaf)
+    return leaf
 
 
 def _without_autocast() -> ExitStack:
-    """Autocast is for forwards; a backward runs in the types that its forward chose."""
+    """Return a context without autocast: a backward runs in the dtypes its forward chose."""
     context = ExitStack()
     for device_type in _AUTOCAST_DEVICES:
         if torch.is_autocast_enabled(device_type):

@@ -1,4 +1,4 @@
-"""Runs the steps of a pipeline: their program, those who watch them, and what comes next."""
+"""Run the steps of a pipeline: with their programs and observers, and the next schedule."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,11 @@ from penstock.runtime.measuring.action_times import Meter
 from penstock.runtime.measuring.observer import UNWATCHED, Observer
 from penstock.runtime.messages.forms import Form
 from penstock.runtime.messages.mailbox import Mailbox
-from penstock.runtime.pipeline_checks import check_replicas
+from penstock.runtime.pipeline_checks import (
+    check_replicas,
+    check_shared_modules,
+    check_wrapped_early,
+)
 from penstock.runtime.rank_facts import RankFacts, check_skips
 from penstock.runtime.rank_programs import Programs, warn_of_compiled
 from penstock.runtime.recording.recorder import Recorder
@@ -26,7 +30,7 @@ from penstock.stage import PipelineStage
 
 
 class StepRunner:
-    """Keeps what steps of one pipeline have in common: programs, forms of messages, ties.
+    """The state that steps of one pipeline share: programs, forms of messages, ties.
 
     `plan` is the schedule of all steps, or a pilot that chooses the schedule of each.
     """
@@ -46,8 +50,10 @@ class StepRunner:
         self._forms: dict[bool, dict[Message, Form]] = {True: {}, False: {}}
         self._is_dynamic = False
         self._ties = Ties({}, {}, frozenset())
+        self._reduced: frozenset[StageId] | None = None
+        """The stages with replicas when all ranks met."""
         self._skips: frozenset[Skip] = frozenset()
-        """Those of all ranks, once they have met."""
+        """The skips of all ranks, once they have met."""
         self._schedule: Schedule | None = None
         self._programs: Programs | None = None
         self._pilot = plan if isinstance(plan, AbstractPilot) else None
@@ -56,16 +62,16 @@ class StepRunner:
 
     @property
     def schedule(self) -> Schedule:
-        """What the next step runs."""
+        """The schedule that the next step runs."""
         if self._schedule is None:
             raise StageError(
-                "the schedule is not known yet: it follows from the stages of all ranks, which "
+                "the schedule is not known yet: it depends on the stages of all ranks, which "
                 "meet in the first step. Ask for it after that."
             )
         return self._schedule
 
     def describe_schedule(self) -> str:
-        """Return what all ranks must have been given alike, in words."""
+        """Return a description of the schedule, which must be the same on all ranks."""
         if self._pilot is not None:
             return self._pilot.options
         digest = hashlib.sha256(self.schedule.to_csv().encode()).hexdigest()[:8]
@@ -78,6 +84,7 @@ class StepRunner:
             self._use(
                 self._pilot.start(comm, self._first.device, placement, self._num_microbatches)
             )
+        self._reduced = self._stages_with_replicas()
         self._skips = check_skips([rank.skips for rank in ranks], self.schedule)
         self._is_dynamic = any(rank.is_dynamic for rank in ranks)
         self._ties = tie(
@@ -99,7 +106,7 @@ class StepRunner:
         needs_losses: bool,
         recorders: Sequence[Recorder],
     ) -> Step:
-        """Run one batch; returns the step with its outputs and losses."""
+        """Run one batch; return the step with its outputs and losses."""
         programs = self._refresh()
         program = programs.training if has_backward else programs.forward
         forms = {} if self._is_dynamic else self._forms[has_backward]
@@ -111,7 +118,14 @@ class StepRunner:
         step = Step(
             program=program,
             stages=self._stages,
-            mailbox=Mailbox(comm, program, self._first.device, forms, observer.clock),
+            mailbox=Mailbox(
+                comm,
+                program,
+                self._first.device,
+                forms,
+                observer.clock,
+                is_dynamic=self._is_dynamic,
+            ),
             batch=batch,
             settings=settings,
             losses=Losses(settings.loss_fn, batch, loss_weights, has_backward),
@@ -138,28 +152,37 @@ class StepRunner:
         return step
 
     def _use(self, schedule: Schedule) -> None:
-        """Run this schedule from the next step on. What was learned of messages stays."""
+        """Run this schedule from the next step on; the known forms of messages are kept."""
         self._schedule = schedule
         self._programs = None
         self._refresh()
 
     def _refresh(self) -> Programs:
-        """Return the programs for the stages as they are now; raises if they would be wrong."""
+        """Return the programs for the stages as they are now.
+
+        Raise an error if their gradients would be wrong.
+        """
         for stage in self._stages.values():
             stage.refresh()
-        if isinstance(self._pilot, AutoPilot):
+        if isinstance(self._pilot, AutoPilot) and not self._pilot.has_peers:
             check_replicas(list(self._stages.values()))
         compiled = frozenset(i for i, stage in self._stages.items() if stage.is_compiled)
+        sharded = frozenset(i for i, stage in self._stages.items() if stage.is_sharded)
         known = self._programs
-        if known is None or (known.compiled, known.skips) != (compiled, self._skips):
-            self._programs = Programs.make(
-                self.schedule, self._first.group_rank, compiled, self._skips
-            )
+        wanted = compiled, self._skips, sharded
+        if known is None or (known.compiled, known.skips, known.sharded) != wanted:
+            self._programs = Programs.make(self.schedule, self._first.group_rank, *wanted)
             before = frozenset() if known is None else known.whole
             if self._pilot is None:
                 warn_of_compiled(sorted(self._programs.whole - before))
         assert self._programs is not None
         if self._has_backward:
-            for index, stage in self._stages.items():
-                stage.check_wrappers(is_split=index in self._programs.split)
+            for stage in self._stages.values():
+                stage.check_wrappers()
+            check_shared_modules(list(self._stages.values()))
+            if self._reduced is not None and self._first.group_size > 1:
+                check_wrapped_early(self._stages_with_replicas() - self._reduced)
         return self._programs
+
+    def _stages_with_replicas(self) -> frozenset[StageId]:
+        return frozenset(i for i, stage in self._stages.items() if stage.is_reduced)

@@ -1,4 +1,4 @@
-"""What a step is given: the batch, and how the pipeline runs its steps."""
+"""The batch of a step, and the settings by which a pipeline runs its steps."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ LossFn: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a step was given, by microbatch."""
+    """The values that a step was given, by microbatch."""
 
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
@@ -23,17 +23,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a pipeline runs its steps."""
+    """The settings by which a pipeline runs its steps."""
 
     loss_fn: LossFn | None
     scale_grads: bool
     loss_weight: LossWeight | None
-    on_grads_ready: Callable[[PipelineStage], None]
+    on_grads_ready: Callable[[PipelineStage], None] | None
     custom_functions: Mapping[type[Action], "CustomFunction"]
 
 
 class ActionContext(Protocol):
-    """What a custom function is given beside the action that it runs in place of."""
+    """The context that a custom function is given, besides the action it is called for."""
 
     stages: Mapping[StageId, PipelineStage]
     batch: Batch

@@ -1,7 +1,7 @@
-"""Parameters that several stages hold: at the end of a step each gets the gradient of all.
+"""Parameters that several stages hold: after a step, each copy gets the sum of all gradients.
 
-A tied parameter has a copy on each stage that holds it, and a name that the copies share. The
-copies stay equal to the last bit if they begin so: all get the same sum, added in one order.
+A tied parameter has a copy on each stage that holds it, and a name that the copies share. Copies
+that start equal stay equal to the last bit: all get the same sum, added in the same order.
 
     rank 0   .grad [1]──▶ aside ─────────────────────────────[5]──▶ .grad = aside + total
              stages 0, 7 add up [2]──▶ 0 ──┐    [4] total = 0 + 2 + 3
@@ -25,34 +25,36 @@ from penstock.ir import Rank, StageId
 from penstock.ir.message import Channel
 from penstock.runtime.messages.sendable import as_sent
 from penstock.stage import PipelineStage
+from penstock.stage.dtensors import Spread, local_part
+from penstock.torch_private import is_dtensor
 
-_TAKES_FLAGS = "rank {} to take which gradients of tied parameters there are".format
+_TAKES_FLAGS = "rank {} to take the list of tied parameters with gradients".format
 _TAKES_GRAD = "rank {} to take the gradient of tied parameter {!r}".format
-_FLAGS_FROM = "which gradients of tied parameters there are from rank {}".format
+_FLAGS_FROM = "the list of tied parameters with gradients from rank {}".format
 _GRAD_FROM = "the gradient of tied parameter {!r} from rank {}".format
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """That a stage holds a copy of a tied parameter: what each rank tells the others of it."""
+    """A stage's copy of a tied parameter, as its rank describes it to the others."""
 
     name: str
     stage: StageId
     param_name: str
     described: str
-    """Its shape and dtype, and its gradient's if that is another."""
+    """Its shape and dtype, and its gradient's dtype if that differs."""
     identity: int
-    """Which object it is; told apart only within one process."""
+    """The id of the object; it has a meaning only within one process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """What a rank knows of its tied parameters from its first step on."""
+    """The tied parameters of a rank and their other holders, known from its first step on."""
 
     holders: Mapping[str, tuple[Rank, ...]]
-    """By name, in order: the ranks that hold a copy, in order, this one among them."""
+    """The ranks that hold each name, including this one; names and ranks in order."""
     shared_with: Mapping[Rank, tuple[str, ...]]
-    """By rank, but for this one: the names that both hold, in order."""
+    """The names that this rank shares with each other rank, in order."""
     stages: frozenset[StageId]
     """The stages of this rank that hold a copy."""
 
@@ -62,7 +64,7 @@ class Ties:
 
 
 def claim(stages: Mapping[StageId, PipelineStage]) -> list[Claim]:
-    """What this rank tells the others; raises if it ties one parameter under two names."""
+    """Return this rank's claims; raise an error if it ties one parameter under two names."""
     claims = []
     names: dict[int, str] = {}
     for index in sorted(stages):
@@ -79,12 +81,12 @@ def claim(stages: Mapping[StageId, PipelineStage]) -> list[Claim]:
 
 
 def tie(rank: Rank, gathered: Sequence[list[Claim]], *, is_one_process: bool) -> Ties:
-    """What `rank` has to know of the claims of all ranks; raises if they do not fit together."""
+    """Return the ties of `rank` from the claims of all ranks; raise an error if they disagree."""
     found: dict[str, list[tuple[Rank, Claim]]] = {}
     for holder, claims in enumerate(gathered):
         for held in claims:
             found.setdefault(held.name, []).append((holder, held))
-    # What has only one copy needs no one else.
+    # A parameter with only one copy needs no exchange.
     found = {name: found[name] for name in sorted(found) if len(found[name]) > 1}
     for name, copies in found.items():
         _check_alike(name, copies)
@@ -111,18 +113,19 @@ def _check_alike(name: str, copies: list[tuple[Rank, Claim]]) -> None:
                 f"the tied parameter {name!r} is {first.described} on rank {first_rank} "
                 f"({first.param_name!r} of stage {first.stage}), but {held.described} on rank "
                 f"{rank} ({held.param_name!r} of stage {held.stage}). Expected one shape and dtype "
-                "on all stages that hold it: make its copies alike, or leave them out of `tied`."
+                "on all stages that hold it, and the same part of it if it is spread over a mesh: "
+                "make its copies alike, or leave them out of `tied`."
             )
 
 
 def _check_apart(name: str, copies: list[tuple[Rank, Claim]]) -> None:
-    """Ranks that are threads could share an object; each would add to the other's gradient."""
+    """Raise an error if ranks share one object: each would add to the other's gradient."""
     ranks: dict[int, Rank] = {}
     for rank, held in copies:
         first = ranks.setdefault(held.identity, rank)
         if first != rank:
             raise AgreementError(
-                f"the tied parameter {name!r} is one object on ranks {first} and {rank} "
+                f"the tied parameter {name!r} is the same object on ranks {first} and {rank} "
                 f"({held.param_name!r} of stage {held.stage}). Expected a copy for each rank, as "
                 "between processes: give each rank a copy.deepcopy of its stages."
             )
@@ -149,10 +152,10 @@ class TiedGrads:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Give each copy the gradient of all of them; every rank that holds one must call it.
+        """Give each copy the sum of all gradients; every rank that holds a copy must call it.
 
         A channel is first in, first out, and by the end of the program all of the step's other
-        messages have been sent and received, so these cannot be mistaken for them.
+        messages have been sent and received, so these cannot be confused with them.
         """
         own = {  # [2]
             name: _sum(copy.contribution() for copy in copies)
@@ -168,13 +171,13 @@ class TiedGrads:
                 copy.write(total)
 
     def put_back(self) -> None:
-        """After a step that failed: the gradients are again what they were before it."""
+        """Restore the gradients from before the step, after the step has failed."""
         for copies in self._copies.values():
             for copy in copies:
                 copy.param.grad = copy.aside
 
     def _send(self, own: dict[str, Tensor | None]) -> list[tuple[Transfer, Describe, Tensor]]:
-        """[3] To each rank: which gradients there are, and those. Tensors are kept meanwhile."""
+        """[3] Send each rank which gradients exist, then those; return what must be kept alive."""
         sent: list[tuple[Transfer, Describe, Tensor]] = []
         ready = {
             name: as_sent(grad, self._device, f"the gradient of tied parameter {name!r}")
@@ -192,7 +195,7 @@ class TiedGrads:
         return sent
 
     def _receive(self) -> dict[Rank, dict[str, Tensor | None]]:
-        """[3] From each rank, by name: what it has added; nothing where it has no gradient."""
+        """[3] Return, by rank and name, what each rank has added; absent if it has no gradient."""
         flags = {
             rank: torch.empty(len(names), dtype=torch.uint8, device=self._device)
             for rank, names in self._ties.shared_with.items()
@@ -217,39 +220,55 @@ class _Copy:
 
     param: nn.Parameter
     is_reduced: bool
-    """Whether DistributedDataParallel reduces its gradient, perhaps in memory that it has now."""
+    """True if DistributedDataParallel reduces its gradient, perhaps in its present memory."""
     aside: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """[1] Sets aside the gradient, so that the step's own contribution can be told from it."""
+        """[1] Set the gradient aside, so that only this step's contribution is collected."""
         self.aside, self.param.grad = self.param.grad, None
         if self.is_reduced and self.aside is not None:
             self.aside = self.aside.clone()
 
     def contribution(self) -> Tensor | None:
-        """What this step has added, dense and of the type that all copies expect."""
-        grad = waited(self.param.grad)
+        """Return what this step has added, dense and of the dtype that all copies expect."""
+        grad = self._local(self.param.grad)
         return None if grad is None else grad.to_dense().to(_grad_dtype(self.param))
 
     def empty(self, device: torch.device) -> Tensor:
-        """A buffer for another copy's contribution."""
-        return torch.empty(self.param.shape, dtype=_grad_dtype(self.param), device=device)
+        """Return a buffer for another copy's contribution."""
+        shape = local_part(self.param).shape
+        return torch.empty(shape, dtype=_grad_dtype(self.param), device=device)
 
     def write(self, total: Tensor | None) -> None:
-        """[5] Into the memory that the gradient had before the step, or else has got in it."""
+        """[5] Write into the memory that the gradient had before the step, or else got in it."""
         if total is None:
             self.param.grad = self.aside
             return
-        value = total if self.aside is None else self.aside.to_dense() + total
+        aside = self._local(self.aside)
+        value = total if aside is None else aside.to_dense() + total
+        if (spread := Spread.of(self.param)) is not None:
+            mesh = self.param.device_mesh  # type: ignore[attr-defined]  # a DTensor has one
+            self.param.grad = spread.whole(value.clone(), mesh)
+            return
         home = waited(self.param.grad if self.aside is None else self.aside)
         if home is None or home.layout is not torch.strided:
             home = torch.empty_like(self.param, dtype=value.dtype)
-        # The total may be this copy's own gradient, which stays as it is: others are to get it.
+        # The total may be this copy's own gradient, which must not change: others still need it.
         self.param.grad = home.copy_(value)
+
+    def _local(self, grad: Tensor | None) -> Tensor | None:
+        """Return what this rank holds of a gradient that is spread like the parameter."""
+        if grad is None or not is_dtensor(grad):
+            return waited(grad)
+        # Autograd leaves the gradient of a replicated weight as a sum that is still to be done.
+        spread = grad.redistribute(  # type: ignore[attr-defined]  # a method of DTensor
+            placements=self.param.placements  # type: ignore[attr-defined]  # so is it
+        )
+        return local_part(spread)
 
 
 def _sum(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """In their order, of those that there are; if there is only one, that tensor itself."""
+    """Return the sum of the parts that exist, in order; a single part is returned itself."""
     present = [part for part in parts if part is not None]
     return reduce(torch.add, present) if present else None
 
@@ -259,6 +278,10 @@ def _grad_dtype(param: nn.Parameter) -> torch.dtype:
 
 
 def _describe(param: nn.Parameter) -> str:
+    if (spread := Spread.of(param)) is not None:
+        # Shards are added where they lie, so all copies must have the same one on a rank.
+        place = "on no rank of it" if spread.coordinate is None else f"at {spread.coordinate} of it"
+        return f"{spread} {place}, with a gradient of {_grad_dtype(param)}"
     if (dtype := _grad_dtype(param)) != param.dtype:
         return f"{describe(param)} with a gradient of {dtype}"
     return describe(param)

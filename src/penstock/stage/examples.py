@@ -1,4 +1,4 @@
-"""Examples of the tensors of one microbatch, and the check that others are like them."""
+"""Examples of the tensors of one microbatch, and the check that other tensors match them."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -7,12 +7,13 @@ from torch import Tensor
 
 from penstock.backward.structure import describe, tensors_in
 from penstock.errors import PipeliningShapeError, StageError
+from penstock.stage.dtensors import Spread
 
 Examples: TypeAlias = Tensor | Sequence[Tensor] | None
 
 
 def as_examples(name: str, args: Examples, grads: Any) -> tuple[Tensor, ...] | None:
-    """The examples as a tuple, checked against those of their gradients."""
+    """Return the examples as a tuple, checked against the examples of their gradients."""
     if args is None:
         return None
     examples = tuple(args) if isinstance(args, Sequence) else (args,)
@@ -47,11 +48,36 @@ def check_like(examples: tuple[Tensor, ...], values: Any, place: str) -> None:
         )
     for number, (example, tensor) in enumerate(zip(examples, found, strict=True)):
         remedy = "Give the stage examples like its tensors, or none."
+        check_spread(f"{place} {number}", Spread.of(example), Spread.of(tensor), remedy)
         check_tensor(f"{place} {number}", example, tensor, remedy)
 
 
+def check_spread(place: str, expected: Spread | None, found: Spread | None, remedy: str) -> None:
+    """Raise an error at `place` if a tensor is not a DTensor like the expected one, or plain."""
+    check_alike(place, expected, found, remedy)
+    if expected is not None and found is not None and expected.shape != found.shape:
+        raise PipeliningShapeError(
+            f"{place}: shape mismatch: expected {expected}, got {found}. {remedy}"
+        )
+
+
+def check_alike(place: str, expected: Spread | None, found: Spread | None, remedy: str) -> None:
+    """Raise an error at `place` if two tensors of any shape are not spread over a mesh alike."""
+    if expected is None or found is None:
+        if expected is not found:
+            raise PipeliningShapeError(
+                f"{place}: kind mismatch: expected {expected or 'a plain tensor'}, "
+                f"got {found or 'a plain tensor'}. {remedy}"
+            )
+    elif expected.in_words != found.in_words:
+        raise PipeliningShapeError(
+            f"{place}: placement mismatch: expected {expected.in_words}, got {found.in_words}. "
+            f"{remedy}"
+        )
+
+
 def check_tensor(place: str, expected: Any, tensor: Tensor, remedy: str) -> None:
-    """Raises if a tensor has not the expected shape and dtype; says where."""
+    """Raise an error at `place` if a tensor does not have the expected shape and dtype."""
     if tensor.shape != expected.shape:
         raise PipeliningShapeError(
             f"{place}: shape mismatch: expected {tuple(expected.shape)}, "

@@ -14,37 +14,54 @@ from penstock.backward.wrappers import is_compiled, outline
 from penstock.errors import PipeliningShapeError
 from penstock.ir import MicrobatchId, StageId
 from penstock.sealed import Sealed
+from penstock.stage.dtensors import Spread
 from penstock.stage.examples import Examples, as_examples, check_like
+from penstock.stage.meshes import GetMesh, Meshes, fits, meshes_of
 from penstock.stage.outputs import as_arguments, shares_of
-from penstock.stage.passage import Passage, SplitPassage, WeightBackward, WholePassage
+from penstock.stage.passage import (
+    Passage,
+    SplitPassage,
+    WeightBackward,
+    WholePassage,
+    needs_grad,
+)
 from penstock.stage.stage_checks import (
-    Group,
+    GroupOrMesh,
+    as_group,
     check_place,
     check_skip_counts,
     check_tied,
     place_in,
+    ranks_of,
     unwrapped,
 )
 from penstock.stage.wrapping import Wrapping
-from penstock.torch_private import prepare_reducer
+from penstock.torch_private import is_dtensor, prepare_reducer
 
 
 class PipelineStage(Sealed):
     """One stage: a module, its place in the pipeline, and the ranks that it talks to.
 
     Shapes and dtypes between stages are learned in the first step. `input_args` and `output_args`
-    are examples of one microbatch's tensors; if they are given, every microbatch must be like
+    are examples of one microbatch's tensors; if they are given, every microbatch must match
     them. With `dynamic_shapes` every microbatch may differ, which costs two small messages each.
 
     `dw_builder` is for a module that computes its weight gradients by itself: it is called after
-    each backward of the stage and returns what the weight backward has to run.
+    each backward of the stage and returns the function that the weight backward runs.
 
-    `tied` is for parameters that other stages hold too: by their names in the module, the names
-    that they share with the others'.
+    `group` has the ranks of the pipeline; it may be a mesh with one dimension, such as mesh["pp"].
 
-    `skips_out` is for outputs that skip stages: by stage, after the next one, how many of the
-    last outputs go there, the furthest last. `skips_in` is the other end: by stage, before the
-    previous one, how many of the first arguments come from there, the first stage's first.
+    `get_mesh` is for DTensors that other stages send: it returns this rank's mesh, given the names
+    of the sender's mesh dimensions and its layout. Without it, the mesh is found by the names, in
+    the examples and then in the parameters.
+
+    `tied` is for parameters that other stages hold too: it maps their names in the module to the
+    names that all copies share.
+
+    `skips_out` is for outputs that skip stages: it maps stages after the next one to the number of
+    outputs that go there. These are the last outputs, those for the furthest stage at the end.
+    `skips_in` is the other end: it maps stages before the previous one to the number of arguments
+    that come from there. These are the first arguments, those from the first stage first.
 
     `cut` describes the cut of the model that the stage is a piece of; it must be the same for all
     stages.
@@ -65,8 +82,9 @@ class PipelineStage(Sealed):
         output_args: Examples = None,
         output_grads: Tensor | Sequence[Tensor | None] | None = None,
         input_grads: Tensor | Sequence[Tensor | None] | None = None,
-        group: Group = None,
+        group: GroupOrMesh = None,
         dw_builder: Callable[[], WeightBackward] | None = None,
+        get_mesh: GetMesh | None = None,
         *,
         dynamic_shapes: bool = False,
         tied: Mapping[str, str] | None = None,
@@ -80,8 +98,8 @@ class PipelineStage(Sealed):
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = torch.device(device)
-        self.group = group
-        self.group_rank, self.group_size = place_in(group)
+        self.group = as_group(group)
+        self.group_rank, self.group_size = place_in(self.group)
         self.dw_builder = dw_builder
         self.dynamic_shapes = dynamic_shapes
         self.tied = check_tied(stage_index, submodule, {} if tied is None else tied)
@@ -91,10 +109,11 @@ class PipelineStage(Sealed):
         self.cut = cut
         self._input_args = as_examples("input_args", input_args, input_grads)
         self._output_args = as_examples("output_args", output_args, output_grads)
+        self._meshes = Meshes(get_mesh, [*(self._input_args or ()), *(self._output_args or ())])
         self._engine: SplitEngine | None = None
         self._outline: list[tuple[Any, ...]] = []
         self._is_compiled = False
-        self._wrapping = Wrapping(None, None)
+        self._is_urgent = True
         self.refresh()
         self._seal(theirs)
 
@@ -109,11 +128,12 @@ class PipelineStage(Sealed):
         self._submod = module
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this very module: a copy finds it out anew."""
+        """Return the state without what was derived from this module: a copy derives it again."""
         return self.__dict__ | {"_engine": None, "_outline": []}
 
     def refresh(self) -> None:
-        """Find out how the module is made up now: it may have changed since the last step."""
+        """Look at the module again: it may have changed since the last step."""
+        self._meshes.forget()
         found = outline(self._submod)
         if found == self._outline:
             if self._engine is not None:
@@ -124,9 +144,9 @@ class PipelineStage(Sealed):
         self._wrapping = Wrapping.of(self._submod, f"stage {self.stage_index}")
         self._outline = found
 
-    def check_wrappers(self, *, is_split: bool) -> None:
-        """Raises if gradients would come out wrong; `is_split`: in a backward of two halves."""
-        self._wrapping.check(self._place, is_split=is_split)
+    def check_wrappers(self) -> None:
+        """Raise an error if the module has a wrapper with which gradients would be wrong."""
+        self._wrapping.check(self._place, ranks_of(self.group))
 
     @property
     def is_first(self) -> bool:
@@ -141,36 +161,64 @@ class PipelineStage(Sealed):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a part of the module is compiled, so that its backward cannot be split."""
+        """True if a part of the module is compiled, so that its backward cannot be split."""
         return self._is_compiled
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether DistributedDataParallel reduces the gradients of the module."""
+        """True if DistributedDataParallel reduces the gradients of the module."""
         return self._wrapping.ddp is not None
 
     @property
     def is_reduced(self) -> bool:
-        """Whether a wrapper averages the gradients of the module over replicas."""
+        """True if a wrapper averages the gradients of the module over replicas."""
         return self._wrapping.is_reduced
 
     @property
-    def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which the stage's gradients are averaged, if they are."""
-        return self._wrapping.replica_group(self._submod, self._place)
+    def is_sharded(self) -> bool:
+        """True if fully_shard or replicate was called on the module or a part of it."""
+        return bool(self._wrapping.sharding)
+
+    @property
+    def has_unreduced_grads(self) -> bool:
+        """True if gradients of sharded parameters wait for a step that reduces them."""
+        return self._wrapping.sharding.has_unreduced_grads
+
+    @property
+    def replica_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The ranks over which the stage's gradients are averaged, by dimension of their mesh."""
+        return self._wrapping.replica_groups(self._place)
+
+    @property
+    def known_replica_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The same; empty where parameters have different meshes."""
+        return self._wrapping.known_replica_groups
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """True if parameters are DTensors, so that ranks of other pipelines compute together."""
+        return any(map(is_dtensor, self._submod.parameters()))
+
+    @property
+    def peer_groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that take part in the stage's collectives; some may be in several groups."""
+        groups = self._wrapping.all_groups()
+        for mesh in set(meshes_of(self._submod.parameters())):
+            groups += mesh.get_all_groups()
+        return groups
 
     @property
     def _place(self) -> str:
         return f"stage {self.stage_index} on rank {self.group_rank}"
 
     def tied_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """Parameters that other stages hold too: each with its name here, and the shared one."""
+        """Yield each tied parameter, after its name in this module and the name it shares."""
         module = unwrapped(self.submod)
         for param_name, name in self.tied.items():
             yield param_name, name, module.get_parameter(param_name)
 
     def share_out(self, mb: MicrobatchId, outputs: Any) -> list[tuple[Any, ...]]:
-        """The outputs as arguments: for the next stage, then for each one in `skips_out`."""
+        """Return the outputs as arguments: for the next stage, then for each in `skips_out`."""
         arguments = as_arguments(outputs)
         if not self.skips_out:
             return [arguments]
@@ -178,41 +226,111 @@ class PipelineStage(Sealed):
         if len(arguments) < num_skipping:
             raise PipeliningShapeError(
                 f"stage {self.stage_index}, microbatch {mb}: {len(arguments)} outputs, but "
-                f"skips_out has {num_skipping}. Let the module return a tuple with those last."
+                f"skips_out takes {num_skipping}. Let the module return a tuple that ends with "
+                "them."
             )
         return shares_of(arguments, self.skips_out)
 
     def check_inputs(self, mb: MicrobatchId, args: tuple[Any, ...]) -> None:
-        """Raises if the arguments are not like the `input_args` that were given."""
+        """Raise an error if the arguments do not match the `input_args` that were given."""
         if self._input_args is not None:
             check_like(self._input_args, args, f"stage {self.stage_index}, microbatch {mb}: input")
 
     def check_outputs(self, mb: MicrobatchId, outputs: Any) -> None:
-        """Raises if the outputs are not like the `output_args` that were given."""
+        """Raise an error if the outputs do not match the `output_args` that were given."""
         if self._output_args is not None:
             place = f"stage {self.stage_index}, microbatch {mb}: output"
             check_like(self._output_args, outputs, place)
 
+    def rebuild(
+        self, part: Tensor, spread: Spread | None, mb: MicrobatchId, *, gradient_of: Any = None
+    ) -> Tensor:
+        """Return a tensor that has arrived: a DTensor on this rank's mesh if it was one.
+
+        `gradient_of` is the output whose gradient it is, if it is a gradient.
+        """
+        if spread is None:
+            return part
+        if is_dtensor(gradient_of) and fits(gradient_of.device_mesh, spread):
+            return spread.whole(part, gradient_of.device_mesh)
+        what = "an input" if gradient_of is None else "an output gradient"
+        place = f"{self._place}, microbatch {mb}: {what}"
+        return spread.whole(part, self._meshes.find(spread, self._submod, place))
+
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward without a backward."""
+        """Run a forward without a backward."""
         with torch.no_grad():
             return self.submod(*args, **kwargs)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_split: bool) -> Passage:
-        """A forward whose backward follows: in two halves if `is_split`."""
-        ddp = self._wrapping.ddp
+        """Run a forward whose backward follows: in two halves if `is_split`."""
+        ddp, sharding = self._wrapping.ddp, self._wrapping.sharding
         with nullcontext() if ddp is None else ddp.no_sync():
             if not is_split or self.dw_builder is not None:
                 outputs = self.submod(*args, **kwargs)
-                return WholePassage(outputs, tensors_in((args, kwargs)), self.dw_builder)
+                builder = None if self.dw_builder is None else self._built_weight_backward
+                return WholePassage(outputs, tensors_in((args, kwargs)), builder)
             if self._engine is None:
-                self._engine = SplitEngine(self.submod)
-            return SplitPassage(self._engine.forward(*args, **kwargs), is_last=self.is_last)
+                self._engine = SplitEngine(self.submod, sharding or None)
+            passage = SplitPassage(self._engine.forward(*args, **kwargs), is_last=self.is_last)
+            self._is_urgent = any(map(needs_grad, passage.inputs))
+            return passage
 
     def expect_last_grads(self) -> None:
         """Let a data-parallel wrapper reduce gradients in the backward that comes next."""
         if self._wrapping.ddp is not None:
             prepare_reducer(self._wrapping.ddp)
+
+    def shares_sharded_module(self, other: "PipelineStage") -> bool:
+        """Return whether a sharded module is in both stages."""
+        return self._wrapping.sharding.shares_with(other._wrapping.sharding)
+
+    def _built_weight_backward(self) -> WeightBackward:
+        """Return what `dw_builder` returns, run on gathered parameters."""
+        assert self.dw_builder is not None  # Otherwise nobody calls this.
+        run, sharding = self.dw_builder(), self._wrapping.sharding
+
+        def run_gathered() -> None:
+            with sharding.gathered():
+                run()
+
+        return run_gathered if sharding else run
+
+    def begin_step(self, *, keeps_gathered: bool) -> None:
+        """Let the gradients of sharded parameters add up until `start_reduction`."""
+        self._wrapping.sharding.begin(keeps_gathered=keeps_gathered)
+
+    def unshard(self) -> None:
+        """Start to gather sharded parameters."""
+        self._wrapping.sharding.unshard()
+
+    def reshard(self, *, has_weight_backwards: bool = False) -> None:
+        """Free gathered parameters, unless weight backwards that follow need their values."""
+        engine = self._engine
+        needs_values = engine is not None and (engine.needs_parameters or not self._is_urgent)
+        if not (has_weight_backwards and needs_values):
+            self._wrapping.sharding.reshard()
+
+    def accumulate_grads(self) -> None:
+        """Add up what a microbatch has added to sharded parameters."""
+        self._wrapping.sharding.accumulate()
+
+    def start_reduction(self) -> None:
+        """Start to reduce the gradients of sharded parameters, once for the whole step."""
+        self._wrapping.sharding.reduce()
+
+    def finish_reduction(self) -> None:
+        """Wait for reductions: sharded parameters then have their gradients."""
+        self._wrapping.sharding.finish()
+
+    def end_step(self) -> None:
+        """Leave sharded parameters with their gradients, and free."""
+        self._wrapping.sharding.finish()
+        self._wrapping.sharding.reshard()
+
+    def abandon_step(self) -> None:
+        """Shard parameters again, and drop their gradients, after a step that failed."""
+        self._wrapping.sharding.abandon()
 
 
 def build_stage(
@@ -220,7 +338,7 @@ def build_stage(
     stage_index: StageId,
     num_stages: int,
     device: torch.device | str,
-    group: Group = None,
+    group: GroupOrMesh = None,
 ) -> PipelineStage:
-    """A stage of a module that was cut out of a model."""
+    """Make a stage from a module that was cut out of a model."""
     return PipelineStage(stage_module.to(device), stage_index, num_stages, device, group=group)

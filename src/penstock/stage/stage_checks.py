@@ -1,11 +1,12 @@
-"""Checks of what a stage is made with."""
+"""Checks of the arguments that a stage is made with."""
 
 import difflib
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.comm import LocalGroup
@@ -16,9 +17,46 @@ from penstock.torch_private import original_module
 Group: TypeAlias = dist.ProcessGroup | LocalGroup | None
 """The ranks of a pipeline: processes, threads of one process, or all processes."""
 
+GroupOrMesh: TypeAlias = Group | DeviceMesh
+"""The ranks of a pipeline as users give them: a mesh must have one dimension."""
+
+
+def as_process_group(name: str, group: Any, dim: str) -> dist.ProcessGroup:
+    """Return a process group, given itself or as a mesh with one dimension.
+
+    Raise an error that shows how to select the dimension `dim` of a mesh.
+    """
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if not isinstance(group, DeviceMesh):
+        raise StageError(
+            f"{name} is a {type(group).__name__}. Expected a torch.distributed process group or a "
+            f'DeviceMesh with one dimension, such as mesh["{dim}"].'
+        )
+    if group.ndim != 1:
+        dims = ", ".join(map(repr, group.mesh_dim_names or ())) or "without names"
+        raise StageError(
+            f"{name} is a DeviceMesh with {group.ndim} dimensions ({dims}). Expected one "
+            f'dimension: select it by its name, such as mesh["{dim}"].'
+        )
+    if group.get_coordinate() is None:
+        raise StageError(
+            f"{name} is a DeviceMesh with ranks {group.mesh.tolist()}, and this process is rank "
+            f'{dist.get_rank()}. Expected a mesh with this process: select it with mesh["{dim}"] '
+            "from the mesh of all ranks."
+        )
+    return group.get_group()
+
+
+def as_group(group: GroupOrMesh) -> Group:
+    """Return a stage's group, given as that or as a mesh."""
+    if group is None or isinstance(group, LocalGroup):
+        return group
+    return as_process_group("group", group, "pp")
+
 
 def place_in(group: Group) -> tuple[int, int]:
-    """The rank in the group, and the number of its ranks."""
+    """Return this rank's number in the group, and the number of ranks."""
     if isinstance(group, LocalGroup):
         return group.rank, group.num_ranks
     if not (dist.is_available() and dist.is_initialized()):
@@ -28,6 +66,13 @@ def place_in(group: Group) -> tuple[int, int]:
             "with penstock.local_ranks() and give the stage its group."
         )
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def ranks_of(group: Group) -> list[int]:
+    """Return the ranks of a pipeline, numbered among all processes; none if they are threads."""
+    if isinstance(group, LocalGroup):
+        return []
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
 def check_place(stage_index: StageId, num_stages: int) -> None:
@@ -54,8 +99,8 @@ def check_tied(
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.3) or known[:3]
             raise StageError(
-                f"stage {stage_index}: tied names {name!r}, which is no parameter of the module. "
-                f"Expected names as in named_parameters(): the closest are {close}."
+                f"stage {stage_index}: tied names {name!r}, which is not a parameter of the "
+                f"module. Expected names as in named_parameters(): the closest are {close}."
             )
     return dict(tied)
 
@@ -67,21 +112,21 @@ def check_skip_counts(
         return {}
     if not isinstance(skips, Mapping):
         raise StageError(
-            f"stage {stage_index}: {name} is {skips!r}. Expected a mapping from stages to how many "
-            "values go there or come from there, such as {3: 1}."
+            f"stage {stage_index}: {name} is {skips!r}. Expected a mapping from stages to the "
+            "number of values that go there or come from there, such as {3: 1}."
         )
     for stage, count in skips.items():
         if stage not in others or not isinstance(count, int) or count < 1:
-            expected = f"from {others[0]} to {others[-1]}" if others else "none, as it has none"
+            expected = f"from {others[0]} to {others[-1]}" if others else "it has none"
             raise StageError(
-                f"stage {stage_index}: {name} is {dict(skips)}. Expected how many values, by "
-                f"stages that are no neighbours: {expected}."
+                f"stage {stage_index}: {name} is {dict(skips)}. Expected numbers of values, at "
+                f"least 1, for stages that are not neighbours: {expected}."
             )
     return dict(sorted(skips.items()))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that was wrapped or compiled, which knows parameters by their own names."""
+    """Return the module that was wrapped or compiled, whose parameters have their own names."""
     is_ddp = isinstance(module, DistributedDataParallel)
     inner = module.get_submodule("module") if is_ddp else original_module(module)
     return module if inner is None else unwrapped(inner)

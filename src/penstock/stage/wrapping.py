@@ -1,12 +1,14 @@
-"""What is wrapped around the module of a stage, and reduces or shards its gradients."""
+"""Wrappers of a stage's module that reduce or shard its gradients."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.backward.wrappers import Wrapper, find_wrapper
+from penstock.backward.sharding import Sharding
+from penstock.backward.wrappers import find_wrapper
 from penstock.errors import StageError
 
 
@@ -15,60 +17,82 @@ class Wrapping:
     """The wrappers of a stage's module; `place` names the stage in error messages."""
 
     ddp: DistributedDataParallel | None
-    """Around the whole module: it works with every schedule."""
-    found: tuple[str, Wrapper] | None
-    """The worst of all others, and the name of the module that has it."""
+    """The wrapper around the whole module, if there is one: it works with every schedule."""
+    sharding: Sharding
+    """The modules that fully_shard or replicate was called on: they work with every schedule."""
+    refused: tuple[str, str] | None
+    """A wrapper that no schedule works with, after the name of the module that has it."""
+    outside: str | None
+    """A parameter that nobody would reduce, in a stage of which only a part is sharded."""
+    averaging_ranks: frozenset[int]
+    """The ranks that average gradients, numbered among all processes."""
 
     @classmethod
     def of(cls, module: nn.Module, place: str) -> "Wrapping":
-        """Find the wrappers; raises for options that no schedule works with."""
+        """Find the wrappers; raise an error for options that do not work with any schedule."""
         ddp = module if isinstance(module, DistributedDataParallel) else None
         for option in ("find_unused_parameters", "static_graph"):
             if ddp is not None and getattr(ddp, option):
                 raise StageError(
                     f"{place} is wrapped in DistributedDataParallel with "
                     f"{option}=True, which looks for parameters in a graph that a pipeline does "
-                    "not give it. Leave that out, and let every parameter be used."
+                    "not give it. Leave that out, and make sure that every parameter is used."
                 )
-        return cls(ddp, find_wrapper(module))
+        sharding = Sharding(module)
+        outside = sharding.outside(module) if sharding else None
+        ranks = sharding.replica_ranks()
+        if ddp is not None:
+            ranks.update(dist.get_process_group_ranks(ddp.process_group))
+        return cls(ddp, sharding, find_wrapper(module), outside, frozenset(ranks))
 
     @property
     def is_reduced(self) -> bool:
-        """Whether gradients are averaged over replicas."""
-        return self.ddp is not None or self.found is not None
+        """True if gradients are averaged over replicas."""
+        return self.ddp is not None or bool(self.sharding)
 
-    def check(self, place: str, *, is_split: bool) -> None:
-        """Raises if gradients would come out wrong; `is_split`: in a backward of two halves."""
-        if self.found is None:
-            return
-        name, wrapper = self.found
-        if wrapper.takes_full_backwards and not is_split:
-            return
-        where = f"its module {name!r} has" if name else "it has"
-        remedy = (
-            "Use a schedule with full backwards, such as 1F1B or Interleaved1F1B"
-            if wrapper.takes_full_backwards
-            else "Use fully_shard with a schedule of full backwards, such as 1F1B"
-        )
-        raise StageError(
-            f"{place}: {where} {wrapper.name}, which "
-            f"gives wrong gradients in {'a split backward' if is_split else 'a pipeline'}. "
-            f"{remedy}; or wrap the whole stage in DistributedDataParallel, which works with every "
-            "schedule."
-        )
-
-    def replica_group(self, module: nn.Module, place: str) -> dist.ProcessGroup | None:
-        """The ranks over which the gradients of `module` are averaged, if they are."""
-        if self.ddp is not None:
-            return self.ddp.process_group
-        if self.found is None:
-            return None
-        meshes = {p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")}
-        if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 1:
+    def check(self, place: str, pipeline_ranks: Collection[int]) -> None:
+        """Raise an error if gradients would be wrong, in a pipeline of these ranks."""
+        if len(both := self.averaging_ranks.intersection(pipeline_ranks)) > 1:
             raise StageError(
-                f"{place} is sharded over several "
-                "meshes, or one of several dimensions, and does not say over which ranks the "
-                "batch is spread. Give the pipeline the replica_group."
+                f"{place}: its gradients are averaged over ranks {sorted(self.averaging_ranks)}, "
+                f"of which {sorted(both)} hold stages of the same pipeline. Give fully_shard the "
+                "mesh, or DistributedDataParallel the process_group, of the ranks that hold this "
+                "stage."
             )
-        group: dist.ProcessGroup = mesh.get_group()
-        return group
+        if self.refused is not None:
+            name, wrapper = self.refused
+            raise StageError(
+                f"{place}: {f'its module {name!r}' if name else 'it'} has {wrapper}, which gives "
+                "wrong gradients in a pipeline. Use fully_shard (FSDP2), or wrap the whole stage "
+                "in DistributedDataParallel: both work with every schedule."
+            )
+        if self.outside is not None:
+            raise StageError(
+                f"{place}: its parameter {self.outside!r} is in no module that was sharded, while "
+                "others are: its gradient would not be averaged, and the replicas would drift "
+                "apart. Call fully_shard on the whole stage too, after its parts."
+            )
+
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """Return all groups that take part in reductions or gather parameters."""
+        own = [] if self.ddp is None else [self.ddp.process_group]
+        return [*own, *self.sharding.all_groups()]
+
+    @property
+    def known_replica_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of ranks that average gradients, by dimension of their mesh.
+
+        Empty if there are none, or if parameters have different meshes.
+        """
+        if self.ddp is not None:
+            return (self.ddp.process_group,)
+        return tuple(self.sharding.replica_groups())
+
+    def replica_groups(self, place: str) -> tuple[dist.ProcessGroup, ...]:
+        """Return the known groups; raise an error if there are some, but not which."""
+        if self.sharding and not self.known_replica_groups:
+            raise StageError(
+                f"{place} is sharded over several meshes, so Penstock cannot tell which ranks the "
+                "batch is spread over. Give the pipeline the replica_group."
+            )
+        return self.known_replica_groups

@@ -1,9 +1,9 @@
-"""Counts the bytes that microbatches hold from one action to the next.
+"""Count the bytes that microbatches hold from one action to the next.
 
-An accelerator's allocator knows them. The CPU's does not: there every operation is watched while
-a stage runs, and each storage that one makes counts for as long as it is alive. The split
-backward is not disturbed by this, as it would be by hooks on what autograd saves; those count for
-compiled stages, whose operations cannot be watched and whose backward is never split.
+An accelerator's allocator knows them. The CPU's does not: there, every operation is watched while
+a stage runs, and each storage that it makes counts as long as it is alive. Unlike hooks on what
+autograd saves, this does not disturb the split backward. Such hooks are used for compiled stages,
+whose operations cannot be watched and whose backward is never split.
 """
 
 from collections import defaultdict
@@ -25,6 +25,7 @@ from penstock.runtime.measuring.observer import (
 )
 from penstock.runtime.program import Task
 from penstock.stage import PipelineStage
+from penstock.stage.dtensors import copy_with_spread, local_part
 from penstock.torch_private import (
     StorageWeakRef,
     TorchDispatchMode,
@@ -35,10 +36,10 @@ from penstock.torch_private import (
 
 
 class HeldBytes(AbstractMemoryCount):
-    """What the microbatches of one rank hold in a step: bytes, one number per microbatch.
+    """The bytes that the microbatches of one rank hold in a step, one number per microbatch.
 
-    Stages of one rank share what they hand over. Here each works with a copy of its own, so that
-    what is still alive can be told apart.
+    Stages of one rank share what they hand over. While bytes are counted, each works with its own
+    copy, so that it is clear which stage keeps what alive.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,10 +56,10 @@ class HeldBytes(AbstractMemoryCount):
         return _copied(leaves)
 
     def arrived(self, messages: Sequence[Message], leaves: Sequence[Leaves]) -> None:
-        """What came counts as the action's own.
+        """Count what arrived as the action's own.
 
-        The activations of another stage of this rank are copies of what that holds as its output:
-        they count only once it may have let go of it.
+        Activations from another stage of this rank are copies of the output that it holds. They
+        count only once that stage may have released its output.
         """
         tensors = _tensors(leaves)
         self._live.note(tensors)
@@ -81,7 +82,7 @@ class HeldBytes(AbstractMemoryCount):
             self.after_forward[action.stage].append(max(0, self._held[place] - self._copied))
         elif isinstance(action, BackwardInput):
             for leaves in step.made_by(task):
-                # Copies go on, so that what is still alive is what the weight backward holds.
+                # Pass copies on, so that what is still alive is what the weight backward holds.
                 leaves[:] = _copied(leaves)
             tensors = _tensors((step.made_by(task), step.kept_of(task)))
             self._live.note(tensors)
@@ -92,13 +93,13 @@ class HeldBytes(AbstractMemoryCount):
 
 
 class _Allocated:
-    """Bytes by the accelerator's own count."""
+    """Bytes as the accelerator's allocator counts them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def note(self, tensors: Any) -> None:
-        """The allocator knows them."""
+        """Do nothing: the allocator counts the tensors."""
 
     @contextmanager
     def watching(self, stage: PipelineStage, arguments: Any) -> Iterator[Note]:
@@ -152,7 +153,7 @@ class _Watched:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """Notes the storages that operations make; a view or a result in place makes none."""
+    """A mode that notes the storages that operations make; views and in-place results make none."""
 
     supports_higher_order_operators = True
 
@@ -170,8 +171,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is 
 
 
 def _without_compiling() -> AbstractContextManager[Any]:
-    """Compiled functions run as they were written: where operations are watched, torch.compile
-    would give them up for good."""
+    """Return a context in which compiled functions run uncompiled.
+
+    Where operations are watched, torch.compile would give up on these functions for good.
+    """
     if not is_compiler_loaded():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -179,7 +182,7 @@ def _without_compiling() -> AbstractContextManager[Any]:
 
 
 def _copied(leaves: Leaves) -> Leaves:
-    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [copy_with_spread(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -187,7 +190,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _addresses(values: Any) -> set[int]:
-    """Where the storages of all tensors in a nested value are."""
+    """Return the addresses of the storages of all tensors in a nested value."""
     found = map(_storage_of, pytree.tree_leaves(values))
     return {storage_address(storage) for storage in found if storage is not None}
 
@@ -198,11 +201,11 @@ def _is_new(value: Any, known: set[int]) -> bool:
 
 
 def _storage_of(value: Any) -> torch.UntypedStorage | None:
-    """The memory of a dense tensor; None for all else."""
+    """Return the storage of a dense tensor; None for anything else."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         return None
     try:
-        return value.untyped_storage()
+        return local_part(value).untyped_storage()
     except (NotImplementedError, RuntimeError):  # A tensor that only wraps others has none.
         return None
 
@@ -212,6 +215,6 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    """What the tensors take, each storage once."""
+    """Return the bytes of the tensors, counting each storage once."""
     found = (storage for tensor in tensors if (storage := _storage_of(tensor)) is not None)
     return sum({storage_address(storage): storage.nbytes() for storage in found}.values())

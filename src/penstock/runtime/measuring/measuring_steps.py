@@ -1,12 +1,12 @@
-"""Costs from real steps: which steps to run for them, and what follows from their times.
+"""Costs from real steps: the steps to run, and the costs that follow from their times.
 
-Three kinds of steps, all of one schedule: the first warm up, and count memory; then come steps
-with the backward split, then steps with full backwards. After them messages are timed.
+There are three kinds of steps, all of one schedule. The first warm up and count memory; then come
+steps with split backwards, and then steps with full backwards. After these, messages are timed.
 """
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -33,7 +33,7 @@ from penstock.runtime.messages.forms import Form
 
 
 class _Purpose(Enum):
-    """What a step is run for."""
+    """The purpose of a step."""
 
     WARM_UP = auto()
     SPLIT = auto()
@@ -41,10 +41,10 @@ class _Purpose(Enum):
 
 
 class Measuring:
-    """Steps of a schedule with full backwards that find out what its stages cost.
+    """Steps that measure the stage costs of a schedule with full backwards.
 
-    `schedule` is what the next step has to run, watched by `make_observer()`; `take` takes what
-    that has seen.
+    `schedule` is what the next step must run, watched by `make_observer()`; `take` takes that
+    observer afterwards.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Measuring:
         self._timings: defaultdict[tuple[type, StageId], list[Timing]] = defaultdict(list)
         self._held = HeldBytes(device)
         self.step_times_s: list[float] = []
-        """Of the steps with full backwards."""
+        """The times of the steps with full backwards."""
 
     @property
     def is_done(self) -> bool:
@@ -75,7 +75,7 @@ class Measuring:
         return Observer(Meter(self._device))
 
     def take(self, observer: Observer) -> None:
-        """What a step has shown; then the next one may begin."""
+        """Take the observer of a step that has ended; then the next step may begin."""
         kind, meter = self._left.popleft(), observer.clock
         if kind is _Purpose.WARM_UP:
             return
@@ -86,7 +86,7 @@ class Measuring:
             self._timings[type(action), action.stage].append(timing)
 
     def share(self, comm: AbstractComm, forms: Mapping[Message, Form]) -> "Share":
-        """What this rank has to say; all ranks must call it, as messages are timed."""
+        """Return this rank's part of the costs; all ranks must call it, as messages are timed."""
         placement = self._whole.placement
         edges = measure_edges(comm, self._device, placement, forms)
         stages = placement.stages_of(comm.rank)
@@ -128,13 +128,31 @@ class Share:
 
 
 def receipt_s(action: SingleCompute, receipts_s: Mapping[int, float]) -> float:
-    """What it takes an action to take its message if that is there already, by edge."""
+    """Return the time in which an action takes a message that has already arrived."""
     edge = action.stage - 1 if isinstance(action, Forward) else action.stage
     return receipts_s.get(edge, 0.0)
 
 
+def average(tables: Sequence[CostTable]) -> CostTable:
+    """Return the costs that replicas plan with: mean times, and memory that is enough for all."""
+    if len(tables) == 1:
+        return tables[0]
+
+    def each(name: str, combine: Callable[[tuple[float, ...]], float]) -> list[float]:
+        return list(map(combine, zip(*(getattr(table, name) for table in tables), strict=True)))
+
+    means = ("forward", "backward_input", "backward_weight", "backward", "delay")
+    largest = ("after_forward", "after_input", "message_bytes")
+    return CostTable(
+        **{name: each(name, statistics.fmean) for name in means},
+        **{name: each(name, max) for name in largest},
+        bandwidth=each("bandwidth", min),
+        overlap_saving=tables[0].overlap_saving,
+    )
+
+
 def join(shares: Iterable[Share]) -> CostTable:
-    """The cost table of all ranks."""
+    """Return the cost table of all ranks."""
     stages: dict[StageId, StageCost] = {}
     edges: dict[int, Edge] = {}
     for share in shares:

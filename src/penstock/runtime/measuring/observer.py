@@ -1,4 +1,4 @@
-"""What a step tells those who watch it: a clock, and a count of the memory it holds."""
+"""The observer of a step: a clock, and a count of the memory that the step holds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -8,69 +8,69 @@ from typing import Any, Protocol, TypeAlias
 
 from penstock.comm.abstract_comm import Describe, Transfer
 from penstock.ir import Message, Send
-from penstock.ir.action import SingleCompute
+from penstock.ir.action import Sharding, SingleCompute
 from penstock.ir.dataflow import Dataflow
 from penstock.runtime.program import Task
 from penstock.stage import PipelineStage
 
 Note: TypeAlias = Callable[[Any], None]
-"""Takes the outputs of a stage that has computed."""
+"""A function that takes the outputs of a stage that has computed."""
 Leaves: TypeAlias = list[Any]
 """The leaves of one message, tensors and others; an observer may put copies in their place."""
 
 
 class StepView(Protocol):
-    """What a memory count may ask a step."""
+    """The part of a step that a memory count may use."""
 
     def made_by(self, task: Task) -> Sequence[Leaves]:
-        """What a task made for other stages, before it is sent."""
+        """Return what a task made for other stages, before it is sent."""
 
     def kept_of(self, task: Task) -> Any:
-        """What a task made for the caller: outputs and loss."""
+        """Return what a task made for the caller: outputs and loss."""
 
 
 class AbstractClock(ABC):
-    """Is told when things happen in a step."""
+    """A clock that notes when things happen in a step."""
 
     @abstractmethod
     def begin(self) -> None:
-        """The step begins."""
+        """Note that the step begins."""
 
     @abstractmethod
     def wait_for(self, transfers: Iterable[Transfer], described: Describe) -> None:
         """Wait for the parts of a message."""
 
     @abstractmethod
-    def end(self, action: SingleCompute | Send) -> None:
-        """An action is done, and what follows is the next one's."""
+    def end(self, action: SingleCompute | Send | Sharding) -> None:
+        """Note the end of an action; the time that follows belongs to the next one."""
 
 
 class AbstractMemoryCount(ABC):
-    """Is told what a step's tensors are, and whose."""
+    """A count of the memory that the tensors of a step take."""
 
     @abstractmethod
     def begin(self, flow: Dataflow) -> None:
-        """The step begins."""
+        """Note that the step begins."""
 
     @abstractmethod
     def take_over(self, leaves: Leaves) -> Leaves:
-        """A stage takes what another of this rank made; returns what it is to work with."""
+        """Return what a stage is to use for leaves that another stage of this rank made."""
 
     @abstractmethod
     def arrived(self, messages: Sequence[Message], leaves: Sequence[Leaves]) -> None:
-        """An action has the messages that it waited for, and begins to compute."""
+        """Note that an action has the messages it waited for, and begins to compute."""
 
     @abstractmethod
     def watching(self, stage: PipelineStage, arguments: Any) -> AbstractContextManager[Note]:
-        """While a stage computes: forward, loss or backward; gives what takes its outputs."""
+        """Return a context for a stage's forward, loss or backward; it yields a `Note`."""
 
     @abstractmethod
     def computed(self, task: Task, step: StepView) -> None:
-        """A task is done."""
+        """Note that a task is done."""
 
 
 class NoClock(AbstractClock):
-    """Notes nothing, and waits."""
+    """A clock that waits, and notes nothing."""
 
     def begin(self) -> None:
         pass
@@ -79,12 +79,12 @@ class NoClock(AbstractClock):
         for transfer in transfers:
             transfer.wait(described)
 
-    def end(self, action: SingleCompute | Send) -> None:
+    def end(self, action: SingleCompute | Send | Sharding) -> None:
         pass
 
 
 class NoMemoryCount(AbstractMemoryCount):
-    """Counts nothing."""
+    """A memory count that counts nothing."""
 
     def begin(self, flow: Dataflow) -> None:
         pass
@@ -103,7 +103,7 @@ class NoMemoryCount(AbstractMemoryCount):
 
 
 def note_nothing(outputs: Any) -> None:
-    """Take the outputs of a stage whose operations are watched, or of which none are."""
+    """Ignore the outputs of a stage: its operations are watched, or nothing is."""
 
 
 _WATCHES_NOTHING: AbstractContextManager[Note] = nullcontext(note_nothing)
@@ -111,7 +111,7 @@ _WATCHES_NOTHING: AbstractContextManager[Note] = nullcontext(note_nothing)
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Watches one step. Counting memory takes time, so it is not done where times matter."""
+    """A clock and a memory count for one step. Counting is slow, so timed steps do without."""
 
     clock: AbstractClock = field(default_factory=NoClock)
     memory: AbstractMemoryCount = field(default_factory=NoMemoryCount)

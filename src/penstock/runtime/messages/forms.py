@@ -1,15 +1,15 @@
-"""What travels between stages: tensors, and in the first step what they are like.
+"""Forms of messages, which both ends know after the first step.
 
-A message is what one stage hands to the next for one microbatch. Its *form* is all of it but the
-values of its tensors. In the first step, or always with dynamic shapes, a message is preceded by
-its form; later both ends know it, the receiver can post its buffers ahead, and the sender checks
-what it sends against it.
+A message is the value that one stage makes for another, for one microbatch. Its *form* is
+everything about it except the values of its tensors. In the first step, and always with dynamic
+shapes, the form is sent before the message. Later both ends know it: the receiver can post its
+buffers ahead, and the sender checks each message against it.
 """
 
 import io
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType
 from typing import Any
@@ -17,30 +17,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import PipeliningShapeError
-from penstock.stage.examples import check_tensor
+from penstock.errors import PipeliningShapeError, StageError
+from penstock.stage.dtensors import Spread, local_part
+from penstock.stage.examples import check_alike, check_spread, check_tensor
 from penstock.torch_private import REGISTER_PYTREE_NODE, pytree
 
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """A tensor but for its values."""
+    """Everything about a tensor except its values."""
 
     shape: torch.Size
+    """The shape of what travels: of a DTensor, the local part."""
     dtype: torch.dtype
     requires_grad: bool
+    spread: Spread | None = field(default=None, repr=False)
+    """For a DTensor, how it is spread over a mesh."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorForm":
-        return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
+        spread = Spread.of(tensor)
+        if spread is not None and (odd := spread.untold_placement) is not None:
+            raise StageError(
+                f"a DTensor of shape {tuple(tensor.shape)} has the placement {odd}, which holds "
+                "values of its own and cannot be sent to another rank. Expected Shard, Replicate "
+                "or Partial: redistribute it first, as with RowwiseParallel(output_layouts=...)."
+            )
+        shape = tensor.shape if spread is None else local_part(tensor).shape
+        return cls(shape, tensor.dtype, tensor.requires_grad, spread)
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
+    def zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A message but for the values of its tensors; leaves that are no tensors are as they are."""
+    """Everything about a message except the values of its tensors; other leaves are kept."""
 
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -52,20 +67,25 @@ class Form:
 
     @classmethod
     def of_tree(cls, tree: Any) -> "Form":
-        """The form whose leaves are those of `tree`, which holds TensorForms for tensors."""
+        """Return the form with the leaves of `tree`, in which TensorForms stand for tensors."""
         leaves, structure = flatten(tree)
         return cls(structure, tuple(leaves))
 
     def as_tree(self) -> Any:
-        """What `of_tree` takes; unlike the structure by itself, it can be pickled."""
+        """Return what `of_tree` takes; unlike the structure by itself, it can be pickled."""
         return unflatten(self.leaves, self.structure)
 
     @property
     def tensors(self) -> list[TensorForm]:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
 
-    def check(self, place: str, leaves: list[Any], structure: pytree.TreeSpec) -> None:
-        """Raises if a message has not this form; says where."""
+    def check(
+        self, place: str, leaves: list[Any], structure: pytree.TreeSpec, *, is_gradient: bool
+    ) -> None:
+        """Raise an error at `place` if a message does not have this form.
+
+        Tensors of a gradient may be missing: zeros are sent.
+        """
         if structure is not self.structure and structure != self.structure:
             raise PipeliningShapeError(
                 f"{place}: structure mismatch: expected {self.structure}, got {structure}. "
@@ -74,63 +94,63 @@ class Form:
             )
         for number, (form, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             if not isinstance(form, TensorForm) or not isinstance(leaf, Tensor):
-                if not _are_same(form, leaf):
+                is_missing = leaf is None and is_gradient
+                if not is_missing and not _are_same(form, leaf):
                     raise _changed(f"{place} {number}", "value", form, leaf)
-            elif leaf.shape != form.shape or leaf.dtype != form.dtype:
-                check_tensor(f"{place} {number}", form, leaf, _KEEP_FORM)
+            elif (spread := Spread.of(leaf)) != form.spread:
+                check_spread(f"{place} {number}", form.spread, spread, _KEEP_FORM)
+            elif (local := local_part(leaf)).shape != form.shape or leaf.dtype != form.dtype:
+                check_tensor(f"{place} {number}", form, local, _KEEP_FORM)
             elif leaf.requires_grad != form.requires_grad:
                 raise _changed(
                     f"{place} {number}", "requires_grad", form.requires_grad, leaf.requires_grad
                 )
 
-    def filled(self, leaves: list[Any], device: torch.device) -> list[Any]:
-        """The leaves of a gradient, with zeros where there is none but the receiver expects one."""
-        if all(leaf is not None for leaf in leaves):
-            return leaves
-        return [
-            torch.zeros(form.shape, dtype=form.dtype, device=device)
-            if leaf is None and isinstance(form, TensorForm)
-            else leaf
-            for form, leaf in zip(self.leaves, leaves, strict=True)
-        ]
-
     def as_arguments(self, tensors: list[Tensor]) -> tuple[Any, ...]:
-        """The arguments of the stage that receives this message, with these tensors."""
+        """Return the arguments of the stage that receives this message, with these tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves]
         return unflatten(leaves, self.structure)
 
+    def check_alike(self, place: str, other: "Form") -> None:
+        """Raise an error at `place` if `other`, of another microbatch, is spread differently."""
+        if self.structure != other.structure:
+            return
+        for number, (form, found) in enumerate(zip(self.leaves, other.leaves, strict=True)):
+            if isinstance(form, TensorForm) and isinstance(found, TensorForm):
+                check_alike(f"{place} {number}", form.spread, found.spread, _KEEP_FORM)
+
 
 def pickle_form(form: Form) -> bytes:
-    """The form for another process, which `Form.of_tree` and pickle.loads make of it again."""
+    """Pickle a form for another process; pickle.loads and `Form.of_tree` restore it."""
     file = io.BytesIO()
     _FormPickler(file).dump(form.as_tree())
     return file.getvalue()
 
 
 class _FormPickler(pickle.Pickler):
-    """Refuses tensors: one that pytree did not find would lose its gradient on the way."""
+    """A pickler that refuses tensors: one that pytree did not find would lose its gradient."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             raise TypeError(
-                "it has a tensor in an object that torch cannot look into; register its class "
+                "it contains a tensor in an object that torch cannot look into; register its class "
                 f"with {REGISTER_PYTREE_NODE}, or return tuples or dicts"
             )
         return NotImplemented
 
 
 def flatten(arguments: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of nested arguments, and what puts them together again."""
-    # Nearly all messages are plain tuples, for which torch's general way takes ten times as long.
+    """Return the leaves of nested arguments, and the structure that they are nested in."""
+    # Nearly all messages are plain tuples, for which torch's function takes ten times as long.
     if all(type(argument) in _LEAF_TYPES for argument in arguments):
         return list(arguments), _plain_tuple(len(arguments))
-    # torch takes a shape apart, and puts together a plain tuple.
+    # torch takes a torch.Size apart, and would restore it as a plain tuple.
     return pytree.tree_flatten(arguments, lambda value: isinstance(value, torch.Size))
 
 
 def unflatten(leaves: Sequence[Any], structure: pytree.TreeSpec) -> tuple[Any, ...]:
-    """The arguments that `flatten` took apart, with these leaves."""
+    """Return the arguments that `flatten` took apart, with these leaves."""
     if structure is _plain_tuple(len(leaves)):
         return tuple(leaves)
     arguments: tuple[Any, ...] = pytree.tree_unflatten(leaves, structure)
@@ -147,7 +167,7 @@ def _plain_tuple(length: int) -> pytree.TreeSpec:
 
 
 def _are_same(first: Any, second: Any) -> bool:
-    """Whether two values that are no tensors are equal; arrays and NaN do not tell by `==`."""
+    """Return whether two values other than tensors are equal; `==` fails for arrays and NaN."""
     if first is second or type(first) is not type(second):
         return first is second
     return pickle.dumps(first) == pickle.dumps(second)

@@ -1,12 +1,13 @@
-"""One step's messages, from sending to letting go: receives are posted early, sends awaited late.
+"""The messages of one step: receives are posted early, and sends are waited for late.
 
-A tensor that was sent is kept until its receiver has surely got it: a message that comes back says
-so, as its sender acts in order (`Program.received_before`), and at the latest the step's end.
+A sent tensor is kept until its receiver certainly has it. A message that comes back shows this,
+since its sender acts in order (`Program.received_before`); at the latest, the end of the step does.
 """
 
 import pickle
 from collections import deque
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,18 +18,22 @@ from penstock.comm.abstract_comm import copy_of
 from penstock.errors import StageError
 from penstock.ir import Message, Rank
 from penstock.runtime.measuring.observer import AbstractClock
-from penstock.runtime.messages.forms import Form, pickle_form
+from penstock.runtime.messages.forms import Form, TensorForm, pickle_form
 from penstock.runtime.messages.sendable import as_sent, check_mode
 from penstock.runtime.program import Program
+from penstock.stage.dtensors import local_part
 from penstock.torch_private import pytree
 
-# How many messages of a channel are posted while one is waited for, that one included: the next
-# can come while the rank computes.
+# The number of messages of a channel that are posted while one is waited for, including that one:
+# the next can arrive while the rank computes.
 _POSTED_AHEAD = 2
 
 
 class Mailbox:
-    """The messages of one step. `forms` holds the forms that both ends know; it is added to."""
+    """The messages of one step. `forms` has the forms that both ends know; new ones are added.
+
+    If not `is_dynamic`, the microbatches between two stages must be spread over meshes alike.
+    """
 
     def __init__(
         self,
@@ -37,6 +42,8 @@ class Mailbox:
         device: torch.device,
         forms: dict[Message, Form],
         clock: AbstractClock,
+        *,
+        is_dynamic: bool = False,
     ) -> None:
         check_mode(device)
         self._comm = comm
@@ -45,47 +52,44 @@ class Mailbox:
         self._device = device
         self._forms = forms
         self._clock = clock
+        self._is_dynamic = is_dynamic
         self._inboxes = {sender: _Inbox(messages) for sender, messages in program.arriving.items()}
         self._outboxes: dict[Rank, _Outbox] = {}
         for sender, inbox in self._inboxes.items():
             self._post_ahead(sender, inbox)
 
     def send(self, message: Message, leaves: list[Any], structure: pytree.TreeSpec) -> None:
-        """Send a message; raises before anything of it is sent if it cannot be sent as it is."""
+        """Send a message; raise an error before any part is sent if the whole cannot be sent."""
         receiver = self._flow.channel(message).receiver
         outbox = self._outboxes.setdefault(receiver, _Outbox())
         outbox.num_sent += 1
         form = self._forms.get(message)
-        if form is not None and message.is_gradient:
-            leaves = form.filled(leaves, self._device)
         place = self._place(message)
-        # All of them before any is sent: the receiver is not left with a part of a message.
-        ready = [
-            as_sent(leaf, self._device, place, number)
-            for number, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor)
-        ]
+        # Prepare all before sending any: the receiver must not be left with part of a message.
+        ready = self._prepare(leaves, form, place)
         if form is not None:
-            form.check(place, leaves, structure)
+            form.check(place, leaves, structure, is_gradient=message.is_gradient)
         else:
             form = Form.of(leaves, structure)
+            if not self._is_dynamic and (first := self._known_of(message)) is not None:
+                first.check_alike(place, form)
             if not self._is_void(message):
                 form = self._send_form(message, form, outbox, receiver)
             self._forms[message] = form
         if not message.is_gradient and not self._comm.copies(receiver):
-            # What needs no gradient may be the stage's own: a buffer that its next forward changes.
+            # Tensors that need no gradient may be buffers, which the stage's next forward changes.
             graphs = [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
             ready = [x if has else copy_of(x) for x, has in zip(ready, graphs, strict=True)]
         for tensor in ready:
             self._send_tensor(message, tensor, outbox, receiver)
 
     def receive(self, message: Message) -> tuple[Form, list[Tensor]]:
-        """Wait for a message; returns its form and its tensors."""
+        """Wait for a message; return its form and its tensors."""
         sender = self._flow.channel(message).sender
         inbox = self._inboxes[sender]
         while message not in inbox.posted:
             self._post_next(sender, inbox)
-        # Before the wait, since posting takes time that a rank that waits has.
+        # Post before waiting: posting takes time, which a waiting rank has.
         self._post_ahead(sender, inbox)
         form, tensors, transfers = inbox.posted.pop(message)
         self._wait(message, transfers)
@@ -93,19 +97,36 @@ class Mailbox:
         return form, tensors
 
     def finish(self) -> None:
-        """Wait until all that was sent may be changed."""
+        """Wait until everything that was sent may be changed."""
         for receiver, outbox in self._outboxes.items():
             self._release(receiver, outbox.num_sent)
 
+    def _prepare(self, leaves: list[Any], form: Form | None, place: str) -> list[Tensor]:
+        """Return the tensors to send, with zeros for expected gradients that are missing."""
+        ready = []
+        known = form.leaves if form is not None else ()
+        for number, (leaf, like) in enumerate(zip_longest(leaves, known)):
+            if isinstance(leaf, Tensor):
+                ready.append(as_sent(local_part(leaf), self._device, place, number))
+            elif leaf is None and isinstance(like, TensorForm):
+                ready.append(like.zeros(self._device))
+        return ready
+
+    def _known_of(self, message: Message) -> Form | None:
+        """Return the form of another microbatch between the same stages, if one is known."""
+        ends = message.maker, message.taker
+        known = (form for other, form in self._forms.items() if (other.maker, other.taker) == ends)
+        return next(known, None)
+
     def _release(self, receiver: Rank, num_received: int) -> None:
-        """Let go of messages that have been received."""
+        """Release messages that have been received."""
         outbox = self._outboxes.get(receiver)
         while outbox and outbox.sent and outbox.sent[0][0] <= num_received:
             _, message, _, transfer = outbox.sent.popleft()
             transfer.wait(partial(self._describe_send, message))
 
     def _send_form(self, message: Message, form: Form, outbox: "_Outbox", receiver: Rank) -> Form:
-        """Returns the form as the receiver has it: the stage may change values of its own."""
+        """Send a form; return it as the receiver has it: the stage may change its own values."""
         try:
             pickled = bytearray(pickle_form(form))
         except Exception as exc:
@@ -158,7 +179,7 @@ class Mailbox:
         self._clock.wait_for(transfers, partial(self._describe_receive, message))
 
     def _is_void(self, message: Message) -> bool:
-        """Whether nothing is ever sent: it is a gradient, of an activation that needs none."""
+        """Return whether nothing is ever sent: a gradient of an activation that needs none."""
         if not message.is_gradient:
             return False
         return not any(tensor.requires_grad for tensor in self._forms[message.answer].tensors)
@@ -183,7 +204,7 @@ class Mailbox:
 
 
 class _Inbox:
-    """What comes from one rank: all of it in order, and what is posted."""
+    """The messages from one rank: all of them in order, and those that are posted."""
 
     def __init__(self, messages: tuple[Message, ...]) -> None:
         self.messages = messages
@@ -192,7 +213,7 @@ class _Inbox:
 
 
 class _Outbox:
-    """What goes to one rank: how many messages, and the tensors that are on their way."""
+    """The messages to one rank: how many, and the tensors that are being sent."""
 
     def __init__(self) -> None:
         self.num_sent = 0

@@ -1,4 +1,4 @@
-"""Keeps the times of a pipeline's steps on one rank, and brings those of all ranks together."""
+"""Keep the times of a pipeline's steps on one rank, and gather those of all ranks."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 from penstock.comm import AbstractComm, check_agreement
 from penstock.comm.decisions import decide
 from penstock.ir import Placement, Schedule
-from penstock.ir.action import SingleCompute
+from penstock.ir.action import Sharding, SingleCompute
 from penstock.runtime.measuring.action_times import Meter
 from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.recording.clocks import seconds_ahead
@@ -20,9 +20,9 @@ MOST_STEPS = 100
 
 
 class _Spell(NamedTuple):
-    """An action between the coming of its messages and the end of its sends."""
+    """An action, from the arrival of its messages to the end of its sends."""
 
-    action: SingleCompute
+    action: SingleCompute | Sharding
     start_s: float
     end_s: float
 
@@ -43,7 +43,7 @@ class Recorder:
         self._num_steps = 0
 
     def take(self, observer: Observer) -> None:
-        """A step has ended; it is kept if it was timed, and not used to count memory."""
+        """Count a step that has ended; keep it if it was timed, and not used to count memory."""
         if isinstance(observer.clock, Meter):
             self._steps.append((self._num_steps, observer.clock))
         self._num_steps += 1
@@ -59,8 +59,8 @@ class Recorder:
         placement: Placement,
         num_microbatches: int,
     ) -> Recording:
-        """What all ranks have recorded, by the clock of rank 0. All ranks must call it."""
-        # Not by the channels: there a rank that did not come would take this for an activation.
+        """Return what all ranks have recorded, on the clock of rank 0. All ranks must call it."""
+        # Not over the channels: a rank that did not call this would take it for an activation.
         numbers = [number for number, _ in self._steps]
         check_agreement(
             comm.gather({"which steps were recorded": numbers}, "to gather the recording")
@@ -80,17 +80,24 @@ class Recorder:
 
 
 def _spells(meter: Meter, ahead_s: float) -> tuple[_Spell, ...]:
-    """What the rank did between its waits: one action ends where the next is free to begin."""
-    timings = meter.timings
-    ends_s = [*(timing.began_s for timing in timings.values()), meter.ended_s][1:]
+    """Return the rank's actions between its waits: one ends where the next is free to begin."""
+    begun: list[tuple[SingleCompute | Sharding, float, float]] = []
+    collectives = deque(meter.collectives)
+    for place, (action, timing) in enumerate(meter.timings.items()):
+        while collectives and collectives[0].place <= place:
+            one = collectives.popleft()
+            begun.append((one.action, one.began_s, one.began_s))
+        begun.append((action, timing.began_s, timing.began_s + sum(timing.waits_s)))
+    begun += [(one.action, one.began_s, one.began_s) for one in collectives]
+    ends_s = [*(began_s for _, began_s, _ in begun), meter.ended_s][1:]
     return tuple(
-        _Spell(action, timing.began_s + sum(timing.waits_s) - ahead_s, end_s - ahead_s)
-        for (action, timing), end_s in zip(timings.items(), ends_s, strict=True)
+        _Spell(action, start_s - ahead_s, end_s - ahead_s)
+        for (action, _, start_s), end_s in zip(begun, ends_s, strict=True)
     )
 
 
 def _timeline(ranks: Sequence[_RankStep], placement: Placement, num_microbatches: int) -> Timeline:
-    """What the ranks did in one step, since the first of them began."""
+    """Return the timeline of one step of all ranks, from the earliest start on."""
     zero_s = min(step.spells[0].start_s for step in ranks)
     orders = [[spell.action for spell in step.spells] for step in ranks]
     # A clock shows no more than nanoseconds, and fewer digits make smaller files.

@@ -1,0 +1,184 @@
+"""Modules whose parameters `fully_shard` (FSDP2) or `replicate` spreads over replicas.
+
+FSDP2 gathers parameters, frees them and reduces gradients in hooks of every forward and backward.
+A step of a pipeline has many of these, and a weight backward runs after the last hook. So the
+runtime takes over for a step: the gradients of all microbatches add up in the gathered parameters,
+and each group of parameters is reduced once, after the last of them.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.torch_private import (
+    ShardedGroup,
+    finish_sharded_backward,
+    is_last_backward,
+    is_sharded_module,
+    is_sharded_root,
+    own_parameters,
+    prepare_sharded_state,
+    set_last_backward,
+    sharded_state,
+)
+
+
+class Sharding:
+    """The sharded modules under `root`; falsy if there are none.
+
+    A step calls `begin`, then `unshard` and `reshard` where the schedule says so, `accumulate`
+    after each weight backward, `reduce` after the last one, and `finish` before anyone reads the
+    gradients. `abandon` ends a step that failed.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._sharded = [module for module in root.modules() if is_sharded_module(module)]
+        self._groups = ShardedGroup.all_of(self._sharded)
+        inner = {id(m) for module in self._sharded for m in module.modules() if m is not module}
+        outermost = (module for module in self._sharded if id(module) not in inner)
+        roots = {sharded_state(module): module for module in outermost}
+        self._states, self._roots = list(roots), list(roots.values())
+        self._restore: list[tuple[ShardedGroup, tuple[bool, bool, object]]] = []
+        """The user's settings, which a step changes for its own time; empty between steps."""
+        self._were_last: list[bool] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._sharded)
+
+    def replica_groups(self) -> list[dist.ProcessGroup]:
+        """Return the ranks that share the parameters, by dimension of their mesh.
+
+        Empty if groups of parameters have different meshes.
+        """
+        meshes = {group.mesh for group in self._groups}
+        return self.all_groups() if len(meshes) == 1 else []
+
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """Return the ranks that share any parameters, by dimension of each mesh."""
+        meshes = {group.mesh for group in self._groups}
+        return [group for mesh in meshes for group in mesh.get_all_groups()]
+
+    @property
+    def has_unreduced_grads(self) -> bool:
+        """True if gradients wait for a step that reduces them."""
+        return any(group.has_unreduced_grads for group in self._groups)
+
+    def replica_ranks(self) -> set[int]:
+        """Return all ranks that share parameters, numbered among all processes."""
+        return {rank for group in self._groups for rank in group.mesh.mesh.flatten().tolist()}
+
+    def shares_with(self, other: "Sharding") -> bool:
+        """Return whether a module is in both."""
+        return any(module in other._sharded for module in self._sharded)
+
+    def outside(self, root: nn.Module) -> str | None:
+        """Return the name of a trainable parameter under `root` that nobody reduces, if any."""
+        if all(group.mesh.size() == 1 for group in self._groups):
+            return None
+        inside = {(id(module), name) for group in self._groups for module, name in group.places()}
+        for path, module in root.named_modules():
+            for name, param in own_parameters(module).items():
+                is_trained = param is not None and param.requires_grad
+                if is_trained and (id(module), name) not in inside:
+                    return f"{path}.{name}" if path else name
+        return None
+
+    def begin(self, *, keeps_gathered: bool) -> None:
+        """Let gradients add up unreduced until `reduce`.
+
+        If `keeps_gathered`, the schedule says when parameters are gathered and freed; otherwise
+        each group does as it was told by `reshard_after_forward`.
+        """
+        for state in self._states:
+            prepare_sharded_state(state)  # Only then is it known what the root's default means.
+        self._restore = [(group, group.settings) for group in self._groups]
+        self._were_last = list(map(is_last_backward, self._states))
+        for state in self._states:
+            set_last_backward(state, False)
+        for group, (_, frees_after_backward, mesh_between) in self._restore:
+            if keeps_gathered:
+                mesh_between = None
+            frees = frees_after_backward and mesh_between is not None
+            group.settings = False, frees, mesh_between
+
+    def unshard(self) -> None:
+        """Start to gather all parameters; the forward or backward that needs them waits."""
+        for module in self._sharded:
+            module.unshard(async_op=True)  # type: ignore[operator]  # a method of FSDPModule
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        for group in self._groups:
+            group.free()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gather what is freed now, for a weight backward that needs values of parameters."""
+        freed = [group for group in self._groups if not group.is_gathered]
+        for group in freed:
+            group.gather()
+        try:
+            yield
+        finally:
+            for group in freed:
+                group.free()
+
+    def accumulate(self) -> None:
+        """Add the gradients of a microbatch up in the dtype in which they are reduced."""
+        for group in self._groups:
+            group.accumulate()
+
+    def reduce(self) -> None:
+        """Start to reduce the gradients, by one collective for each group, and free parameters.
+
+        Groups that the user has told not to reduce keep their gradients for the next step.
+        """
+        self._put_settings_back()
+        for group in reversed(self._groups):
+            group.end_backward()
+
+    def finish(self) -> None:
+        """Wait for the reductions; the gradients are then in the sharded parameters."""
+        if self._restore:
+            for state in self._states:
+                finish_sharded_backward(state)
+            self._restore = []
+
+    def abandon(self) -> None:
+        """Go back to sharded parameters after a failure, in a step or in a forward alone.
+
+        Gradients that were not reduced yet are dropped if it was a step.
+        """
+        self._put_settings_back()
+        for state, root in zip(self._states, self._roots, strict=True):
+            if is_sharded_root(state):  # Not before its first forward.
+                root.reset_iter_state()  # type: ignore[operator]  # a method of FSDPModule
+        if self._restore:
+            for group in self._groups:
+                group.drop_grads()
+            self._restore = []
+
+    def _put_settings_back(self) -> None:
+        if self._restore:
+            for state, was_last in zip(self._states, self._were_last, strict=True):
+                set_last_backward(state, was_last)
+        for group, settings in self._restore:
+            group.settings = settings
+
+    def used_parameters(
+        self, modules: Iterable[dict[str, nn.Parameter | None]]
+    ) -> Iterator[Tensor | None]:
+        """Yield the parameters of modules that forwards use, whether they are gathered now or not.
+
+        `modules` are the live dicts of their own parameters.
+        """
+        gathered = {
+            (id(own_parameters(module)), name): param
+            for group in self._groups
+            for module, name, param in group.gathered_parameters()
+        }
+        for own in modules:
+            for name, param in own.items():
+                yield gathered.get((id(own), name), param)
