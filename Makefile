@@ -15,9 +15,10 @@ demo: $(READY) ## Train a small GPT on two processes by a zero-bubble schedule a
 	@$(BIN)/penstock demo
 
 # Four files at a time: ranks mostly wait. Tests of one file stay together, as they share processes.
+# They keep the order of tests/conftest.py, which puts the longest first.
 test: check ## Run check, then the tests that start several processes or a browser
 	@scripts/browser
-	$(BIN)/pytest -n 4 --dist loadfile -m "dist or browser"
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "dist or browser"
 
 check: $(READY) ## Check format, lint and types; run the tests that need one process
 	$(BIN)/ruff format --check
@@ -35,6 +36,7 @@ bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/search/main.py
 	$(BIN)/python benchmarks/uneven/main.py
 	$(BIN)/python benchmarks/recording/main.py
+	$(BIN)/python benchmarks/sharded_stages/main.py
 	@scripts/browser
 	$(BIN)/python benchmarks/studio/main.py
 

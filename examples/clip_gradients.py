@@ -4,8 +4,6 @@ The model has a parameter that two stages hold, which counts once.
 Run it with: torchrun --standalone --nproc-per-node 2 examples/clip_gradients.py
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # Before there is a group, which torch keeps in it otherwise.
@@ -22,20 +20,6 @@ def make_model() -> nn.Sequential:
     model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.Linear(WIDTH, WORDS))
     model[-1].weight = model[0].weight  # Tied: the first and the last stage both hold it.
     return model
-
-
-def clip_gradients(stages: list[penstock.PipelineStage], max_norm: float) -> Tensor:
-    copies = {weight: name for stage in stages for _, name, weight in stage.tied_parameters()}
-    weights = [w for stage in stages for w in stage.submod.parameters() if w.grad is not None]
-    own = nn.utils.get_total_norm([w.grad for w in weights if w not in copies])
-    tied = {copies[w]: w.grad.norm() for w in weights if w in copies}
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (own, tied))
-    # All copies of a tied parameter have the same gradient, and one of them counts.
-    once = {name: norm for _, norms in parts for name, norm in norms.items()}
-    norm = torch.stack([*(norm for norm, _ in parts), *once.values()]).norm()
-    nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
-    return norm
 
 
 def warm_up(step: int) -> float:
@@ -57,7 +41,7 @@ def main() -> None:
         losses: list[Tensor] = []
         optimizer.zero_grad()
         pipeline.step(words, target=words.roll(1), losses=losses)
-        norm = clip_gradients(stages, MAX_NORM)
+        norm = pipeline.clip_grad_norm_(MAX_NORM)  # On every rank, and the same on all.
         optimizer.step()
         scheduler.step()
         if losses:

@@ -27,8 +27,7 @@ def print_tables(record: dict[str, Any]) -> None:
             )
         if size["width"] == README_WIDTH:
             print(f"\nFor README.md, of {size['rounds']} rounds:\n")
-            names = ("torch, gloo", "Penstock, gloo", "Penstock, shared memory")
-            print_table(names, ("torch ÷ Penstock, both gloo", "as they are"), readme_rows(size))
+            print_readme_table(size)
 
 
 def ratio_columns(before: str, after: str = "") -> list[str]:
@@ -50,15 +49,15 @@ def step_rows(size: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def readme_rows(size: dict[str, Any]) -> list[list[str]]:
-    """Only what both libraries have, and medians alone."""
-
-    def middle(values: Quartiles) -> str:
-        return f"{values[1] * 1e3:.0f}"
-
-    found = size["step_s"]
-    rows = make_rows(found, TORCH_CLASSES, middle, short_ratio)
-    return [*rows, best_row(found, middle, short_ratio)]
+def print_readme_table(size: dict[str, Any]) -> None:
+    """Print only ratios, of the schedules that both libraries have."""
+    over = size["step_s"]["torch_over"]
+    names = [name for name in TORCH_CLASSES if name in over[PENSTOCK]]
+    print("| torch ÷ Penstock |", " | ".join(names), "|")
+    print("|---|" + "--:|" * len(names))
+    links = ("both over gloo", "Penstock over shared memory, its default")
+    for link, library in zip(links, OURS, strict=True):
+        print(f"| {link} |", " | ".join(short_ratio(over[library][name]) for name in names), "|")
 
 
 def host_rows(size: dict[str, Any]) -> list[list[str]]:

@@ -27,8 +27,8 @@ SETTLING_MUTANTS = [
         "total = total + value",
         SETTLING,
     ),
-    ("backward/settling.py", "if value is terms[0]:", "if False:", MEMORY),
-    ("backward/settling.py", "if value is terms[0]:", "if False:"),
+    ("backward/settling.py", "if not is_ours:", "if False:", MEMORY),
+    ("backward/settling.py", "if not is_ours:", "if False:"),
     (
         "backward/settling.py",
         "if value.dtype == param.dtype and value.stride() == param.stride():",
@@ -103,8 +103,8 @@ TERMS_MUTANTS = [
     ("backward/terms.py", "if self._alpha != 1:", "if False:"),
     (
         "backward/terms.py",
-        "return product.t() if self._is_transposed else product",
-        "return product",
+        "product.mul_(self._alpha)\n        return product.t() if self._is_transposed else product",
+        "product.mul_(self._alpha)\n        return product",
     ),
     (  # The other of two equal formulas, which rounds long sums differently.
         "backward/terms.py",
@@ -247,8 +247,8 @@ SOURCES_MUTANTS = [
     ),
     (
         "backward/sources.py",
-        "return tensor if is_plain(tensor) and not tensor.is_complex() else None",
-        "return tensor if is_plain(tensor) else None",
+        "return tensor if is_known and not tensor.is_complex() else None",
+        "return tensor if is_known else None",
     ),
     (
         "backward/sources.py",
@@ -465,8 +465,8 @@ ENGINE_MUTANTS = [
     ("backward/engine.py", "            leaf.params.refresh()", "            pass", ENGINE_LIMITS),
     (
         "backward/engine.py",
-        "            with self._running(token):\n                work.terms",
-        "            if True:\n                work.terms",
+        "            with self._gathered(), self._running(token):",
+        "            with self._gathered():",
     ),
 ]
 
@@ -488,7 +488,7 @@ LEAF_MUTANTS = [
     ),
     (
         "backward/leaf_modules.py",
-        "        if version_of(x) != self.slot.version:",
+        "        if self.slot.version_of(x) != self.slot.version:",
         "        if False:",
         ERRORS,
     ),
@@ -514,11 +514,11 @@ LEAF_MUTANTS = [
         "not isinstance(module.padding, str)",
     ),
     ("backward/leaf_modules.py", 'and "bias" in self._params  #', "and True  #"),
-    ("backward/leaf_modules.py", "p.is_leaf and is_plain(p)", "is_plain(p)", ENGINE_LIMITS),
+    ("backward/leaf_modules.py", "p.is_leaf and is_known(p)", "is_known(p)", ENGINE_LIMITS),
     (
         "backward/leaf_modules.py",
-        "is_plain(p) and not p.is_complex() and",
-        "is_plain(p) and",
+        "is_known(p) and not p.is_complex() and",
+        "is_known(p) and",
     ),
     (
         "backward/leaf_modules.py",
@@ -532,9 +532,9 @@ LEAF_MUTANTS = [
     ),
     (
         "backward/leaf_modules.py",
-        "            out = _run_deferred(Call(weight, bias, None), x, sink, hooked)\n"
+        "            out = _run_deferred(Call(weight, bias, None), x, sink, hooked, shard)\n"
         "            return _no_view(out, out.shape)",
-        "            return _run_deferred(Call(weight, bias, None), x, sink, hooked)",
+        "            return _run_deferred(Call(weight, bias, None), x, sink, hooked, shard)",
     ),
     (
         "backward/leaf_modules.py",
@@ -543,8 +543,8 @@ LEAF_MUTANTS = [
     ),
     (
         "backward/leaf_modules.py",
-        "x.requires_grad and torch.is_grad_enabled() and is_plain(x)",
-        "x.requires_grad and is_plain(x)",
+        "if not (x.requires_grad and torch.is_grad_enabled()):",
+        "if not x.requires_grad:",
     ),
     (
         "backward/leaf_modules.py",
@@ -626,6 +626,82 @@ OTHER_MUTANTS = [
     ),
 ]
 
+SHARDED_STEPS = "tests/dist/test_sharded_stages.py -k train_as_one"
+SHARDED_PRODUCTS = "tests/dist/test_tensor_parallel.py -k placements_of_products"
+FAILED_STEPS = "tests/dist/test_around_a_step.py -k after_one_that_failed"
+GATHERS = "tests/dist/test_gathers_in_meshes.py -k as_often"
+
+SHARDING_MUTANTS = [
+    (  # The user's settings are not restored.
+        "backward/sharding.py",
+        "            group.settings = settings\n",
+        "            pass\n",
+        SHARDED_STEPS,
+    ),
+    (
+        "backward/sharding.py",
+        "        self._put_settings_back()\n        for state, root",
+        "        for state, root",
+        FAILED_STEPS,
+    ),
+    ("backward/sharding.py", "group.drop_grads()", "pass", FAILED_STEPS),
+    (
+        "backward/sharding.py",
+        "            group.accumulate()",
+        "            pass",
+        "tests/dist/test_sharded_stages.py -k add_up",
+    ),
+    (  # Each microbatch is reduced by itself.
+        "backward/sharding.py",
+        "group.settings = False, frees, mesh_between",
+        "group.settings = True, frees, mesh_between",
+        GATHERS,
+    ),
+    ("backward/sharding.py", "            if keeps_gathered:", "            if False:", GATHERS),
+    (
+        "backward/sharding.py",
+        "yield gathered.get((id(own), name), param)",
+        "yield param",
+        GATHERS,
+    ),
+    (
+        "backward/sharding.py",
+        "if len(meshes) == 1 else []",
+        "if meshes else []",
+        "tests/dist/test_sharded_stages.py -k on_several_meshes",
+    ),
+    (
+        "backward/sharded_products.py",
+        "            return Partial()\n",
+        "            return Replicate()\n",
+        SHARDED_PRODUCTS,
+    ),
+    (
+        "backward/sharded_products.py",
+        "(left, rows) if kinds[1] is Replicate else (right, rows + 1)",
+        "(left, rows + 1) if kinds[1] is Replicate else (right, rows)",
+        SHARDED_PRODUCTS,
+    ),
+    (
+        "backward/sharded_products.py",
+        "left_dim == right_dim < rows",
+        "left_dim == right_dim <= rows",
+        SHARDED_PRODUCTS,
+    ),
+    (
+        "backward/sharded_products.py",
+        'return other if other.reduce_op in ("sum", "avg") else None',
+        "return other",
+        SHARDED_PRODUCTS,
+    ),
+    (
+        "backward/terms.py",
+        "        )\n        return product.t() if self._is_transposed else product",
+        "        )\n        return product",
+        SHARDED_PRODUCTS,
+    ),
+]
+
 MUTANTS = [
     *SETTLING_MUTANTS,
     *TERMS_MUTANTS,
@@ -638,4 +714,5 @@ MUTANTS = [
     *ENGINE_MUTANTS,
     *LEAF_MUTANTS,
     *OTHER_MUTANTS,
+    *SHARDING_MUTANTS,
 ]

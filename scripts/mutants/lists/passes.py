@@ -2,6 +2,8 @@
 
 VERIFY = "tests/passes/test_verification.py"
 MEMORY = "tests/passes/test_held_memory.py"
+GATHERS = "tests/passes/test_gathering.py"
+SHARDING = "tests/passes/test_sharding_rules.py"
 TESTS = "tests/passes/test_backward_halves.py"
 MUTANTS = [
     # Verification: what an action may be.
@@ -130,15 +132,36 @@ MUTANTS = [
     ("passes/held_memory.py", "freed += after_input[part.stage]", "freed += 0.0", MEMORY),
     (
         "passes/held_memory.py",
-        "during = held + allocated",
-        "during = held + allocated - freed",
+        "during = held + change.allocated",
+        "during = held + change.allocated - change.freed",
         MEMORY,
     ),
     (
         "passes/held_memory.py",
-        "held = during - freed if keeps else held",
-        "held = during - freed",
+        "freed += 0.0 if keeps else after_forward[part.stage]",
+        "freed += 0.0",
         MEMORY,
+    ),
+    # Gathers, frees and reductions.
+    (
+        "passes/gathering.py",
+        "victim = max(gathered,",
+        "victim = min(gathered,",
+        GATHERS,
+    ),
+    (
+        "passes/gathering.py",
+        "if uses.following(victim, now) <= place:",
+        "if uses.following(victim, now) <= now:",
+        GATHERS,
+    ),
+    ("passes/gathering.py", "last = now + policy.ahead if", "last = now if", GATHERS),
+    ("passes/sharding_rules.py", "elif position < last[action.stage]:", "elif False:", SHARDING),
+    (
+        "passes/sharding_rules.py",
+        "        freed.remove(action.stage)\n        gathered.add(action.stage)",
+        "        freed.remove(action.stage)",
+        SHARDING,
     ),
     # Rewrites.
     ("passes/backward_halves.py", "if not isinstance(action, Send):", "if True:"),
@@ -221,5 +244,25 @@ MUTANTS = [
         "if expected != message:",
         "if False:",
         "tests/passes/test_message_rules.py",
+    ),
+    # Gathers of stages that are sharded.
+    (  # The first stage is freed although its weight backwards need it.
+        "passes/gathering.py",
+        "needed = {part.stage for part in compute_parts(action) if part.stage == 0}",
+        "needed = set()",
+        GATHERS,
+    ),
+    (
+        "passes/gathering.py",
+        "if is_due and not isinstance(action, Send):",
+        "if is_due:",
+        GATHERS,
+    ),
+    ("passes/gathering.py", "reduced.get(now - 1, ())", "reduced.get(now, ())", GATHERS),
+    (
+        "passes/gathering.py",
+        "last[part.stage] = place",
+        "last.setdefault(part.stage, place)",
+        GATHERS,
     ),
 ]

@@ -34,15 +34,15 @@ MUTANTS = [
     ),
     (
         "runtime/step.py",
-        "        if isinstance(task.action, Backward):\n            pending()\n",
-        "        if isinstance(task.action, Backward) and not task.completes_grads:\n"
+        "        pending()\n",
+        "        if not (isinstance(task.action, Backward) and task.completes_grads):\n"
         "            pending()\n",
         "tests/runtime/test_custom_parts.py",
     ),
     (
         "runtime/step.py",
-        "leaf.clone() if type(leaf) is Tensor and not leaf.requires_grad else leaf",
-        "leaf",
+        "if (type(leaf) is Tensor or is_dtensor(leaf)) and not leaf.requires_grad:",
+        "if False:",
         "tests/runtime/test_odd_models.py",
     ),
     (
@@ -59,16 +59,14 @@ MUTANTS = [
     ),
     (
         "runtime/step.py",
-        "            self._awaiting_others.append(stage)\n        else:\n"
-        "            self.settings.on_grads_ready(stage)",
-        "            self._awaiting_others.append(stage)\n"
-        "        self.settings.on_grads_ready(stage)",
+        "        elif self.settings.on_grads_ready is not None:",
+        "        if self.settings.on_grads_ready is not None:",
         TIED,
     ),
     (
         "runtime/step.py",
-        "            stage.expect_last_grads()\n        pending()",
-        "            pass\n        pending()",
+        "            stage.expect_last_grads()\n        self._add_grads",
+        "            pass\n        self._add_grads",
         "tests/dist/test_ddp_in_pipeline.py",
     ),
     (
@@ -136,7 +134,7 @@ MUTANTS = [
     ),
     (
         "runtime/messages/mailbox.py",
-        "            form.check(place, leaves, structure)",
+        "            form.check(place, leaves, structure, is_gradient=message.is_gradient)",
         "            pass",
         ERRORS,
     ),
@@ -148,8 +146,8 @@ MUTANTS = [
     ),
     (
         "runtime/messages/forms.py",
-        "torch.zeros(form.shape, dtype=form.dtype, device=device)",
-        "torch.ones(form.shape, dtype=form.dtype, device=device)",
+        "torch.zeros(self.shape, dtype=self.dtype, device=device)",
+        "torch.ones(self.shape, dtype=self.dtype, device=device)",
         "tests/runtime/test_odd_models.py tests/runtime/test_gradient_flow.py",
     ),
     (
@@ -185,7 +183,7 @@ MUTANTS = [
     # Ties.
     (
         "runtime/tied_parameters.py",
-        "self.aside.to_dense() + total",
+        "aside.to_dense() + total",
         "total",
         TIED,
     ),
@@ -290,8 +288,8 @@ MUTANTS = [
     # Recordings.
     (
         "runtime/recording/recorder.py",
-        "timing.began_s + sum(timing.waits_s) - ahead_s",
-        "timing.began_s - ahead_s",
+        "timing.began_s + sum(timing.waits_s)))",
+        "timing.began_s))",
         "tests/runtime/test_recorder.py",
     ),
     (
@@ -350,5 +348,68 @@ MUTANTS = [
         "        if len(ranks) != 1:",
         "        if not ranks:",
         "tests/runtime/test_pipeline_errors.py tests/runtime/test_auto.py",
+    ),
+    # Stages that are sharded.
+    (
+        "runtime/program.py",
+        "        if stage not in reduced:",
+        "        if True:",
+        "tests/runtime/test_program.py -k sharded_stage",
+    ),
+    (
+        "runtime/program.py",
+        "after[last_use[stage]].append(Reshard(stage))",
+        "after[last_grads[stage]].append(Reshard(stage))",
+        "tests/runtime/test_program.py -k sharded_stage",
+    ),
+    (
+        "runtime/program.py",
+        "if stage not in gathered and last_use",
+        "if last_use",
+        "tests/runtime/test_program.py -k sharded_stage",
+    ),
+    (
+        "runtime/program.py",
+        "if isinstance(part, Backward | BackwardWeight):\n",
+        "if isinstance(part, Backward):\n",
+        "tests/runtime/test_program.py -k sharded_stage",
+    ),
+    # The norm of all gradients.
+    (  # Each replica counts.
+        "runtime/grad_norm.py",
+        "_combine(torch.stack(parts), norm_type) if is_sharded else parts[0]",
+        "_combine(torch.stack(parts), norm_type)",
+        "tests/dist/test_clipping_on_processes.py -k any_placement",
+    ),
+    (
+        "runtime/grad_norm.py",
+        "not (kind.is_replicate() or kind.is_partial())",
+        "not kind.is_replicate()",
+        "tests/dist/test_clipping_on_processes.py -k any_placement",
+    ),
+    (  # Both copies of a rank count.
+        "runtime/grad_norm.py",
+        "if part.measured is not None and (part.name is None or not row):",
+        "if part.measured is not None:",
+        "tests/dist/test_clipping_on_processes.py -k whole_model",
+    ),
+    (  # The copies of each rank count.
+        "runtime/grad_norm.py",
+        "*(once[name] for name in sorted(once))",
+        "*(norm for share in shares for norm in share.tied.values())",
+        "tests/runtime/test_grad_norm.py -k tied",
+    ),
+    (
+        "runtime/grad_norm.py",
+        "            if id(weight) in seen:",
+        "            if False:",
+        "tests/runtime/test_grad_norm.py",
+    ),
+    # Ties of parameters that are spread over a mesh.
+    (
+        "runtime/tied_parameters.py",
+        "placements=self.param.placements  #",
+        "placements=grad.placements  #",
+        "tests/dist/test_tied_on_processes.py -k over_a_mesh",
     ),
 ]

@@ -2,6 +2,7 @@
 
 REPORT = "tests/timeline/test_bubble_report.py"
 RECORDING = "tests/timeline/test_recording.py"
+GATHERS = "tests/sim/test_collectives.py"
 TESTS = "tests/sim/test_engine.py"
 MUTANTS = [
     # The simulator.
@@ -38,7 +39,7 @@ MUTANTS = [
     ("sim/simulator.py", "    check_orders(schedule)  #", "    #"),
     (
         "sim/simulator.py",
-        "share, _ = whole_shares(schedule)",
+        "share = whole_shares(schedule).after_forward",
         "share = [1.0] * schedule.num_stages",
     ),
     # Reports.
@@ -62,8 +63,8 @@ MUTANTS = [
     ),
     (
         "timeline/bubble_report.py",
-        "first_start=starts[0],",
-        "first_start=timeline.starts[rank][0],",
+        "first_start=starts[0] - ",
+        "first_start=timeline.starts[rank][0] - ",
         "tests/sim tests/timeline",
     ),
     (
@@ -80,9 +81,46 @@ MUTANTS = [
     ),
     (
         "timeline/memory_over_time.py",
-        "((start, held.during), (end, held.after))",
-        "((start, held.during), (start, held.after))",
+        "yield end, level.after",
+        "yield start, level.after",
         REPORT,
+    ),
+    # Gathers, frees and reductions.
+    (
+        "sim/simulator.py",
+        "start = max(issued, self._free_at[rank])",
+        "start = issued",
+        GATHERS,
+    ),
+    (
+        "sim/simulator.py",
+        "max(issued, self._gathered_at[stage])",
+        "issued",
+        GATHERS,
+    ),
+    (
+        "sim/simulator.py",
+        "            if blocking:\n                free[rank] = end\n            continue",
+        "            continue",
+        GATHERS,
+    ),
+    (
+        "timeline/bubble_report.py",
+        "makespan = max(map(max, timeline.ends))",
+        "makespan = max(ends[-1] for ends in timeline.ends)",
+        GATHERS,
+    ),
+    (
+        "timeline/bubble_report.py",
+        "starts[0] - _first_gathers(timeline, rank)",
+        "starts[0]",
+        GATHERS,
+    ),
+    (
+        "timeline/memory_over_time.py",
+        "in sorted(changes, key=itemgetter(0)):",
+        "in changes:",
+        GATHERS,
     ),
     # Recordings.
     ("timeline/recording.py", "timelines[(len(timelines) - 1) // 2]", "timelines[-1]", RECORDING),
