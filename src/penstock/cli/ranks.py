@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from penstock.errors import CommError
 from penstock.training.launching import STOPPED_BY_ANOTHER, end_with_launcher, launch
 
-_LINGER_S = 1.0
+_LINGER_S = 10.0  # The launcher ends this rank as soon as it has seen the other one end.
 
 
 def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
