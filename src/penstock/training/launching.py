@@ -59,7 +59,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     The ranks write to this process's standard output. Their errors are printed once.
     """
     # The launcher imports torch, which takes a second; --help should not wait for it.
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not typed so
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
