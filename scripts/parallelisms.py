@@ -9,85 +9,28 @@ torch.distributed.pipelining, in processes of its own, since some of them never 
 """
 
 import argparse
-import logging
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import torch.distributed as dist  # noqa: E402  # after the path of the tests
-import torch.distributed.pipelining as torch_pipelining  # noqa: E402
-from torch import nn  # noqa: E402
-
-from mesh_training import (  # noqa: E402
+from mesh_training import (  # noqa: E402  # after the path of the tests
     BLOCKS,
-    NUM_MICROBATCHES,
     SCHEDULES,
     WRAPPINGS,
     Case,
     Found,
-    Meshes,
     are_compatible,
-    mean_square,
-    run_case,
     run_on_rank,
 )
+from torch_in_meshes import TORCH_CLASSES, run_torch_on_rank  # noqa: E402
 from worker_pool import WorkerError, WorkerPool  # noqa: E402
 
 PAGE = ROOT / "docs" / "parallelisms.md"
 BEGIN, END = "<!-- begin: scripts/parallelisms.py -->", "<!-- end: scripts/parallelisms.py -->"
 LARGEST_DIFFERENCE = 1e-12
 TORCH_TIMEOUT_S = 30
-TORCH_CLASSES: dict[str, tuple[Any, int, str]] = {
-    "GPipe": (torch_pipelining.ScheduleGPipe, 1, "linear"),
-    "1F1B": (torch_pipelining.Schedule1F1B, 1, "linear"),
-    "Interleaved1F1B": (torch_pipelining.ScheduleInterleaved1F1B, 2, "loop"),
-    "LoopedBFS": (torch_pipelining.ScheduleLoopedBFS, 2, "loop"),
-    "InterleavedZeroBubble": (torch_pipelining.ScheduleInterleavedZeroBubble, 2, "loop"),
-    "ZB-V": (torch_pipelining.ScheduleZBVZeroBubble, 2, "v"),
-    "DualPipeV": (torch_pipelining.ScheduleDualPipeV, 2, "v"),
-}
-
-
-def torch_step(
-    case: Case, modules: list[nn.Sequential], meshes: Meshes
-) -> tuple[dict[int, nn.Module], Callable[..., object]]:
-    """Wrap the stages of this process, and run them with torch's own classes."""
-    schedule_class, per_rank, shape = TORCH_CLASSES[case.schedule]
-    rank = meshes["pp"].get_local_rank()
-    num_stages = 2 * per_rank
-    held = {
-        "linear": [rank],
-        "loop": [rank, rank + 2],
-        "v": [rank, num_stages - 1 - rank],
-    }[shape]
-    own = {stage: WRAPPINGS[case.wrapping].wrap(modules[stage], meshes) for stage in held}
-    group = meshes["pp"].get_group()
-    stages = [
-        torch_pipelining.PipelineStage(module, stage, num_stages, "cpu", group=group)
-        for stage, module in own.items()
-    ]
-    schedule = schedule_class(
-        stages[0] if per_rank == 1 else stages, NUM_MICROBATCHES, loss_fn=mean_square
-    )
-
-    def step(x: Any, *, target: Any) -> None:
-        args = (x,) if 0 in own else ()
-        schedule.step(*args, target=target if num_stages - 1 in own else None)
-
-    return own, step
-
-
-def run_torch_on_rank(_: dist.ProcessGroup, case: Case) -> Found:
-    """Run a case with torch's classes on a worker."""
-    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return run_case(case, torch_step)
 
 
 def judge(found: list[Found]) -> str:

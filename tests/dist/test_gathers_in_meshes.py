@@ -13,7 +13,7 @@ from fuzzing import rotated
 from local_steps import mean_square
 from mesh_training import Case, Meshes, make_meshes, make_stages
 from penstock import CostTable, Pipeline, PipelineStage, Schedule, schedules
-from penstock.ir import Action
+from penstock.ir import Action, Backward, BackwardInput, BackwardWeight
 from penstock.ir.action import SHARDING_TYPES, compute_parts
 from penstock.passes import Gathers, add_gathers
 from penstock.passes.held_memory import changes_along
@@ -87,10 +87,9 @@ def held_bytes(module: nn.Module) -> int:
 
 
 def measure(
-    _: dist.ProcessGroup, name: str, policy: Gathers
+    _: dist.ProcessGroup, schedule: Schedule, **options: bool
 ) -> tuple[list[tuple[Action, int]], dict[int, int]]:
     """What is held after each action of a step, and the bytes of each stage."""
-    schedule = with_gathers(name, policy)
     meshes = make_meshes("FSDP2")
     modules = make_stages("plain", schedule.num_stages)
     sizes = {
@@ -102,7 +101,9 @@ def measure(
     for stage in schedule.placement.stages_of(rank):
         module = mesh_training.WRAPPINGS["FSDP2"].wrap(modules[stage], meshes)
         group = meshes["pp"].get_group()
-        stages.append(PipelineStage(module, stage, schedule.num_stages, "cpu", group=group))
+        stages.append(
+            PipelineStage(module, stage, schedule.num_stages, "cpu", group=group, **options)
+        )
     pipeline = Pipeline(stages, schedule, loss_fn=mean_square)
     x, target = torch.randn(2, 8, 4, mesh_training.WIDTH).double()
     x.requires_grad_()  # So that the first stage has an input backward too.
@@ -131,7 +132,7 @@ def test_bytes_of_gathered_parameters_are_those_of_the_simulation(
     name: str, policy: Gathers, fresh_pool: WorkerPool
 ) -> None:
     schedule = with_gathers(name, policy)
-    for number, (seen, sizes) in enumerate(fresh_pool.run(4, measure, name, policy)):
+    for number, (seen, sizes) in enumerate(fresh_pool.run(4, measure, schedule)):
         rank = number // 2
         costs = CostTable.uniform(schedule.num_stages, after_forward=0, after_input=0)
         footprint = replace(costs, gathered=tuple(map(float, sizes.values())))
@@ -144,3 +145,35 @@ def test_bytes_of_gathered_parameters_are_those_of_the_simulation(
             if isinstance(action, SHARDING_TYPES):
                 expected.append((action, held))
         assert expected == seen
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZB-V", "DualPipeV"])
+def test_stage_stays_gathered_from_a_backward_to_the_next_forward(
+    name: str, fresh_pool: WorkerPool
+) -> None:
+    schedule = schedules.get(name)(num_ranks=2, num_microbatches=4)
+    for seen, sizes in fresh_pool.run(4, measure, schedule):
+        held = dict.fromkeys(sizes, 0)
+        expected = []
+        for action, _ in seen:
+            if isinstance(action, Backward | BackwardInput):
+                held[action.stage] = sizes[action.stage]
+            elif not isinstance(action, BackwardWeight):  # A forward, a free or a reduction.
+                held[action.stage] = 0
+            expected.append((action, sum(held.values())))
+        assert expected == seen
+
+
+def measure_freed(group: dist.ProcessGroup, schedule: Schedule) -> Any:
+    return measure(group, schedule, frees_after_backward=True)
+
+
+def test_stage_that_frees_after_backwards_holds_no_more_than_the_block_gathered_ahead(
+    fresh_pool: WorkerPool,
+) -> None:
+    schedule = schedules.get("ZB-V")(num_ranks=2, num_microbatches=4)
+    for seen, sizes in fresh_pool.run(4, measure_freed, schedule):
+        held_stages = {action.stage for action, _ in seen}
+        # Of the two blocks of a stage, FSDP2 may have begun to gather the next one.
+        most = sum(sizes[stage] // 2 for stage in held_stages)
+        assert max(held for _, held in seen) <= most

@@ -657,7 +657,13 @@ SHARDING_MUTANTS = [
         "group.settings = True, frees, mesh_between",
         GATHERS,
     ),
-    ("backward/sharding.py", "            if keeps_gathered:", "            if False:", GATHERS),
+    ("backward/sharding.py", "            if is_scheduled:", "            if False:", GATHERS),
+    (  # Backwards free parameters.
+        "backward/sharding.py",
+        "frees = frees and frees_after_backward and mesh_between",
+        "frees = frees and mesh_between",
+        "tests/dist/test_gathers_in_meshes.py -k stays_gathered",
+    ),
     (
         "backward/sharding.py",
         "yield gathered.get((id(own), name), param)",

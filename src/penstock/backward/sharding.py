@@ -43,6 +43,8 @@ class Sharding:
         self._restore: list[tuple[ShardedGroup, tuple[bool, bool, object]]] = []
         """The user's settings, which a step changes for its own time; empty between steps."""
         self._were_last: list[bool] = []
+        self._frees_again = True
+        """False in a step that leaves parameters gathered after backwards."""
 
     def __bool__(self) -> bool:
         return bool(self._sharded)
@@ -85,11 +87,12 @@ class Sharding:
                     return f"{path}.{name}" if path else name
         return None
 
-    def begin(self, *, keeps_gathered: bool) -> None:
+    def begin(self, *, is_scheduled: bool, frees_after_backward: bool) -> None:
         """Let gradients add up unreduced until `reduce`.
 
-        If `keeps_gathered`, the schedule says when parameters are gathered and freed; otherwise
-        each group does as it was told by `reshard_after_forward`.
+        If `is_scheduled`, the schedule says when parameters are gathered and freed. Otherwise each
+        forward frees them if `reshard_after_forward` says so. A backward then does too if
+        `frees_after_backward`, or else leaves them gathered for the next forward or backward.
         """
         for state in self._states:
             prepare_sharded_state(state)  # Only then is it known what the root's default means.
@@ -97,10 +100,11 @@ class Sharding:
         self._were_last = list(map(is_last_backward, self._states))
         for state in self._states:
             set_last_backward(state, False)
-        for group, (_, frees_after_backward, mesh_between) in self._restore:
-            if keeps_gathered:
+        self._frees_again = is_scheduled or frees_after_backward
+        for group, (_, frees, mesh_between) in self._restore:
+            if is_scheduled:
                 mesh_between = None
-            frees = frees_after_backward and mesh_between is not None
+            frees = frees and frees_after_backward and mesh_between is not None
             group.settings = False, frees, mesh_between
 
     def unshard(self) -> None:
@@ -115,15 +119,19 @@ class Sharding:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather what is freed now, for a weight backward that needs values of parameters."""
+        """Gather what is freed now, for a weight backward that needs values of parameters.
+
+        It is freed again, unless backwards leave parameters gathered.
+        """
         freed = [group for group in self._groups if not group.is_gathered]
         for group in freed:
             group.gather()
         try:
             yield
         finally:
-            for group in freed:
-                group.free()
+            if self._frees_again:
+                for group in freed:
+                    group.free()
 
     def accumulate(self) -> None:
         """Add the gradients of a microbatch up in the dtype in which they are reduced."""

@@ -99,7 +99,7 @@ class Step:
         self.observer.memory.begin(self.program.flow)
         if self.has_backward:
             for index, stage in self.stages.items():
-                stage.begin_step(keeps_gathered=index in self.program.gathered)
+                stage.begin_step(is_scheduled=index in self.program.gathered)
         for entry in self.program.entries:
             self.current = entry.action
             if isinstance(entry.action, Send):

@@ -51,6 +51,9 @@ class PipelineStage(Sealed):
 
     `group` has the ranks of the pipeline; it may be a mesh with one dimension, such as mesh["pp"].
 
+    `frees_after_backward` is for sharded modules that do not fit gathered: parameters that forwards
+    free (`reshard_after_forward`) are then freed after every backward too, and gathered again.
+
     `get_mesh` is for DTensors that other stages send: it returns this rank's mesh, given the names
     of the sender's mesh dimensions and its layout. Without it, the mesh is found by the names, in
     the examples and then in the parameters.
@@ -70,7 +73,7 @@ class PipelineStage(Sealed):
     compiled: each step looks at them again.
     """
 
-    settable = ("submod", "dw_builder")
+    settable = ("submod", "dw_builder", "frees_after_backward")
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class PipelineStage(Sealed):
         get_mesh: GetMesh | None = None,
         *,
         dynamic_shapes: bool = False,
+        frees_after_backward: bool = False,
         tied: Mapping[str, str] | None = None,
         skips_in: Mapping[StageId, int] | None = None,
         skips_out: Mapping[StageId, int] | None = None,
@@ -102,6 +106,7 @@ class PipelineStage(Sealed):
         self.group_rank, self.group_size = place_in(self.group)
         self.dw_builder = dw_builder
         self.dynamic_shapes = dynamic_shapes
+        self.frees_after_backward = frees_after_backward
         self.tied = check_tied(stage_index, submodule, {} if tied is None else tied)
         self.skips_in = check_skip_counts("skips_in", stage_index, skips_in, range(stage_index - 1))
         later = range(stage_index + 2, num_stages)
@@ -296,9 +301,14 @@ class PipelineStage(Sealed):
 
         return run_gathered if sharding else run
 
-    def begin_step(self, *, keeps_gathered: bool) -> None:
-        """Let the gradients of sharded parameters add up until `start_reduction`."""
-        self._wrapping.sharding.begin(keeps_gathered=keeps_gathered)
+    def begin_step(self, *, is_scheduled: bool) -> None:
+        """Let the gradients of sharded parameters add up until `start_reduction`.
+
+        If `is_scheduled`, the schedule says when parameters are gathered and freed.
+        """
+        self._wrapping.sharding.begin(
+            is_scheduled=is_scheduled, frees_after_backward=self.frees_after_backward
+        )
 
     def unshard(self) -> None:
         """Start to gather sharded parameters."""
