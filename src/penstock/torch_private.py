@@ -9,11 +9,15 @@ A value read for every node, module or tensor is an `attrgetter`, which saves on
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from math import inf
 from operator import attrgetter, methodcaller
 from pkgutil import resolve_name
+from threading import Thread
 from typing import Any
 
 import torch
@@ -126,7 +130,10 @@ NAMES_OF_OBJECTS = (
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._is_root",
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx",
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext.is_last_backward",
+    f"{_FSDP_GROUP}._all_gather_result",
     f"{_FSDP_GROUP}._partial_reduce_output",
+    f"{_FSDP_GROUP}._post_reduce_event",
+    f"{_FSDP_GROUP}.comm_ctx",
     f"{_FSDP_GROUP}.fsdp_params",
     f"{_FSDP_GROUP}.mesh_info",
     f"{_FSDP_GROUP}.post_forward_mesh_info",
@@ -471,8 +478,41 @@ class ShardedGroup:
         self._group.reshard()
 
     def end_backward(self) -> None:
-        """Reduce the gradients, or keep them for later, as the settings say."""
-        self._group.post_backward()
+        """Start to reduce the gradients, or keep them for later, as the settings say.
+
+        FSDP2 lets the computation wait until all reductions but one have ended, to hold one input
+        of a reduction. Here that saves nothing: each input takes the place of its gradients.
+        """
+        context = self._group.comm_ctx
+        usual = context.reduce_scatter_max_input_buffers
+        context.reduce_scatter_max_input_buffers = inf
+        try:
+            self._group.post_backward()
+        finally:
+            context.reduce_scatter_max_input_buffers = usual
+
+    def ending(self) -> "Future[float]":
+        """Return when the gather or reduction that was started last ends, once it has ended.
+
+        On a CPU, reductions end before `end_backward` returns, as there are no streams.
+        """
+        ended: Future[float] = Future()
+        gather, event = self._group._all_gather_result, self._group._post_reduce_event
+
+        def wait() -> None:
+            try:
+                event.synchronize()
+            finally:
+                ended.set_result(time.perf_counter())
+
+        if gather is not None and gather.all_gather_work is not None:
+            work = gather.all_gather_work.get_future()
+            work.add_done_callback(lambda _: ended.set_result(time.perf_counter()))
+        elif event is not None:
+            Thread(target=wait, daemon=True).start()
+        else:
+            ended.set_result(time.perf_counter())
+        return ended
 
     def accumulate(self) -> None:
         """Add the gradients of a microbatch up in the dtype in which they are reduced."""

@@ -632,6 +632,12 @@ FAILED_STEPS = "tests/dist/test_around_a_step.py -k after_one_that_failed"
 GATHERS = "tests/dist/test_gathers_in_meshes.py -k as_often"
 
 SHARDING_MUTANTS = [
+    (  # The computation waits for reductions.
+        "torch_private.py",
+        "context.reduce_scatter_max_input_buffers = inf",
+        "pass",
+        "tests/dist/test_overlapped_collectives.py",
+    ),
     (  # The user's settings are not restored.
         "backward/sharding.py",
         "            group.settings = settings\n",

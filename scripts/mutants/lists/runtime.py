@@ -7,6 +7,7 @@ ERRORS = "tests/runtime/test_step_errors.py tests/runtime/test_message_errors.py
 WEIGHTS = "tests/microbatches/test_loss_weights.py"
 WIRE = "tests/runtime/test_mailbox.py"
 COSTS = "tests/runtime/test_stage_costs.py"
+OVERLAPPED = "tests/dist/test_overlapped_collectives.py"
 AUTO = "tests/runtime/test_auto.py tests/runtime/test_next_schedule.py"
 TESTS = NUMERICS
 MUTANTS = [
@@ -294,9 +295,21 @@ MUTANTS = [
     ),
     (
         "runtime/recording/recorder.py",
-        "end_s - ahead_s)",
-        "end_s + ahead_s)",
+        "ran_until_s.get(place, end_s) - ahead_s)",
+        "ran_until_s.get(place, end_s) + ahead_s)",
         "tests/runtime/test_recorder.py tests/runtime/test_clocks.py",
+    ),
+    (  # Reductions are drawn as if they ended when they were started.
+        "runtime/recording/recorder.py",
+        "ran_until_s.get(place, end_s) - ahead_s)",
+        "end_s - ahead_s)",
+        OVERLAPPED,
+    ),
+    (  # Collectives overlap each other.
+        "runtime/recording/recorder.py",
+        "        start_s = max([start_s, *ran_until_s.values()])\n",
+        "",
+        OVERLAPPED,
     ),
     (
         "runtime/recording/recorder.py",

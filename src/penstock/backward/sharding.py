@@ -7,6 +7,7 @@ and each group of parameters is reduced once, after the last of them.
 """
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -146,6 +147,10 @@ class Sharding:
         self._put_settings_back()
         for group in reversed(self._groups):
             group.end_backward()
+
+    def endings(self) -> list[Future[float]]:
+        """Return when the gathers or reductions that were just started end, once they have."""
+        return [group.ending() for group in self._groups]
 
     def finish(self) -> None:
         """Wait for the reductions; the gradients are then in the sharded parameters."""

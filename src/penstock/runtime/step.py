@@ -168,18 +168,19 @@ class Step:
         match action:
             case Unshard():
                 stage.unshard()
+                self.observer.clock.start(action, stage.endings)
             case Reshard():
                 # If the order does not say when to gather, it was added to free as early as can be.
                 is_said = action.stage in self.program.gathered
                 are_pending = any(index == action.stage for index, _ in self._pending)
                 stage.reshard(has_weight_backwards=are_pending and not is_said)
-                if not is_said:
-                    return
+                if is_said:
+                    self.observer.clock.end(action)
             case ReduceGrads():
                 if stage.is_sharded:  # Otherwise its last backward has completed it.
                     stage.start_reduction()
                     self._complete(stage)
-        self.observer.clock.end(action)
+                self.observer.clock.start(action, stage.endings)
 
     def _run(self, task: Task) -> None:
         action = task.action

@@ -1,6 +1,7 @@
 """A piece of the model, at its place in the pipeline."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 
@@ -328,6 +329,10 @@ class PipelineStage(Sealed):
     def start_reduction(self) -> None:
         """Start to reduce the gradients of sharded parameters, once for the whole step."""
         self._wrapping.sharding.reduce()
+
+    def endings(self) -> list[Future[float]]:
+        """Return when the gathers or reductions that were just started end, once they have."""
+        return self._wrapping.sharding.endings()
 
     def finish_reduction(self) -> None:
         """Wait for reductions: sharded parameters then have their gradients."""

@@ -7,14 +7,15 @@ the times of a rank that never waits add up to the time of its step.
 
 import time
 from collections.abc import Container, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import torch
 
 from penstock.comm.abstract_comm import Describe, Transfer
-from penstock.ir import Backward, BackwardInput, Forward, Send
+from penstock.ir import Backward, BackwardInput, Forward, ReduceGrads, Send, Unshard
 from penstock.ir.action import SHARDING_TYPES, Sharding, SingleCompute
-from penstock.runtime.measuring.observer import AbstractClock
+from penstock.runtime.measuring.observer import AbstractClock, Endings
 
 
 def now_s(device: torch.device) -> float:
@@ -48,6 +49,7 @@ class Collective:
     action: Sharding
     place: int
     began_s: float
+    ended_s: float
 
 
 class Meter(AbstractClock):
@@ -63,6 +65,8 @@ class Meter(AbstractClock):
         self._waits_s: list[float] = []
         self._ends: list[tuple[SingleCompute | Send | Sharding, float, int]] = []
         """For each action: itself, when it ended, and how many waits there had been by then."""
+        self._endings: dict[int, list[Future[float]]] = {}
+        """When collectives ended that ran on; by the place of their action in `_ends`."""
 
     def begin(self) -> None:
         self.began_s = self.ended_s = now_s(self._device)
@@ -78,14 +82,19 @@ class Meter(AbstractClock):
         self.ended_s = now_s(self._device)
         self._ends.append((action, self.ended_s, len(self._waits_s)))
 
+    def start(self, action: Unshard | ReduceGrads, endings: Endings) -> None:
+        self._endings[len(self._ends)] = endings()
+        self.end(action)
+
     @property
     def collectives(self) -> list[Collective]:
-        """The gathers, frees and reductions, in their order."""
+        """The gathers, frees and reductions, in their order; waits until they have ended."""
         found: list[Collective] = []
         began_s, place = self.began_s, 0
-        for action, ended_s, _ in self._ends:
+        for number, (action, ended_s, _) in enumerate(self._ends):
             if isinstance(action, SHARDING_TYPES):
-                found.append(Collective(action, place, began_s))
+                later_s = (ending.result() for ending in self._endings.get(number, ()))
+                found.append(Collective(action, place, began_s, max([ended_s, *later_s])))
             elif not isinstance(action, Send):
                 place += 1
             began_s = ended_s

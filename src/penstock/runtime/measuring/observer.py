@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from penstock.comm.abstract_comm import Describe, Transfer
-from penstock.ir import Message, Send
-from penstock.ir.action import Sharding, SingleCompute
+from penstock.ir import Message, ReduceGrads, Reshard, Send, Unshard
+from penstock.ir.action import SingleCompute
 from penstock.ir.dataflow import Dataflow
 from penstock.runtime.program import Task
 from penstock.stage import PipelineStage
@@ -17,6 +18,9 @@ Note: TypeAlias = Callable[[Any], None]
 """A function that takes the outputs of a stage that has computed."""
 Leaves: TypeAlias = list[Any]
 """The leaves of one message, tensors and others; an observer may put copies in their place."""
+
+Endings: TypeAlias = Callable[[], list[Future[float]]]
+"""A function that returns when collectives end that were just started, once they have ended."""
 
 
 class StepView(Protocol):
@@ -41,8 +45,12 @@ class AbstractClock(ABC):
         """Wait for the parts of a message."""
 
     @abstractmethod
-    def end(self, action: SingleCompute | Send | Sharding) -> None:
+    def end(self, action: SingleCompute | Send | Reshard) -> None:
         """Note the end of an action; the time that follows belongs to the next one."""
+
+    @abstractmethod
+    def start(self, action: Unshard | ReduceGrads, endings: Endings) -> None:
+        """Note the start of collectives; the time that follows belongs to the next action."""
 
 
 class AbstractMemoryCount(ABC):
@@ -79,7 +87,10 @@ class NoClock(AbstractClock):
         for transfer in transfers:
             transfer.wait(described)
 
-    def end(self, action: SingleCompute | Send | Sharding) -> None:
+    def end(self, action: SingleCompute | Send | Reshard) -> None:
+        pass
+
+    def start(self, action: Unshard | ReduceGrads, endings: Endings) -> None:
         pass
 
 

@@ -9,9 +9,9 @@ import torch
 
 from penstock.comm import AbstractComm, check_agreement
 from penstock.comm.decisions import decide
-from penstock.ir import Placement, Schedule
+from penstock.ir import Placement, Reshard, Schedule
 from penstock.ir.action import Sharding, SingleCompute
-from penstock.runtime.measuring.action_times import Meter
+from penstock.runtime.measuring.action_times import Collective, Meter
 from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.recording.clocks import seconds_ahead
 from penstock.timeline import RecordedStep, Recording, Timeline
@@ -80,20 +80,37 @@ class Recorder:
 
 
 def _spells(meter: Meter, ahead_s: float) -> tuple[_Spell, ...]:
-    """Return the rank's actions between its waits: one ends where the next is free to begin."""
+    """Return the rank's actions between its waits: one ends where the next is free to begin.
+
+    Gathers and reductions run beside the others, one after the other, and may end later.
+    """
     begun: list[tuple[SingleCompute | Sharding, float, float]] = []
     collectives = deque(meter.collectives)
+    ran_until_s: dict[int, float] = {}  # By place in `begun`.
     for place, (action, timing) in enumerate(meter.timings.items()):
         while collectives and collectives[0].place <= place:
-            one = collectives.popleft()
-            begun.append((one.action, one.began_s, one.began_s))
+            _add_collective(collectives.popleft(), begun, ran_until_s)
         begun.append((action, timing.began_s, timing.began_s + sum(timing.waits_s)))
-    begun += [(one.action, one.began_s, one.began_s) for one in collectives]
+    for one in collectives:
+        _add_collective(one, begun, ran_until_s)
     ends_s = [*(began_s for _, began_s, _ in begun), meter.ended_s][1:]
     return tuple(
-        _Spell(action, start_s - ahead_s, end_s - ahead_s)
-        for (action, _, start_s), end_s in zip(begun, ends_s, strict=True)
+        _Spell(action, start_s - ahead_s, ran_until_s.get(place, end_s) - ahead_s)
+        for place, ((action, _, start_s), end_s) in enumerate(zip(begun, ends_s, strict=True))
     )
+
+
+def _add_collective(
+    one: Collective,
+    begun: list[tuple[SingleCompute | Sharding, float, float]],
+    ran_until_s: dict[int, float],
+) -> None:
+    """Add a gather, free or reduction, which begins when the collective before it has ended."""
+    start_s = one.began_s
+    if not isinstance(one.action, Reshard):
+        start_s = max([start_s, *ran_until_s.values()])
+        ran_until_s[len(begun)] = max(start_s, one.ended_s)
+    begun.append((one.action, one.began_s, start_s))
 
 
 def _timeline(ranks: Sequence[_RankStep], placement: Placement, num_microbatches: int) -> Timeline:
