@@ -6,7 +6,7 @@ Used by tests/dist/test_meshes.py and by scripts/parallelisms.py, which makes a 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -164,12 +164,16 @@ def _shard(module: nn.Module, meshes: Meshes, *, on: str = "both", **options: An
     return module
 
 
+@cache
+def _make_pairs(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """For each stage, a mesh of its processes in pairs."""
+    return [DeviceMesh("cpu", row.view(-1, 2)) for row in mesh.mesh.flatten(1)]
+
+
 def _shard_to_two(module: nn.Module, meshes: Meshes) -> nn.Module:
     """`reshard_after_forward=2`: the mesh it makes must be made by all processes, which a stage's
     own processes alone would wait for. So all make those of all stages ahead."""
-    rows = meshes.whole.mesh.flatten(1)
-    ahead = [DeviceMesh("cpu", row.view(-1, 2)) for row in rows]
-    mine = ahead[meshes["pp"].get_local_rank()]
+    mine = _make_pairs(meshes.whole)[meshes["pp"].get_local_rank()]
     original, _fsdp_init.DeviceMesh = _fsdp_init.DeviceMesh, lambda *_: mine
     try:
         return _shard(module, meshes, reshard_after_forward=2)
@@ -297,9 +301,16 @@ def counting() -> Iterator[Counts]:
 
 def make_meshes(wrapping: str) -> Meshes:
     dimensions = {"pp": 2, **WRAPPINGS[wrapping].dimensions}
-    return Meshes(
-        init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-    )
+    return Meshes(_make_mesh(tuple(dimensions), tuple(dimensions.values())))
+
+
+@cache
+def _make_mesh(names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    """Make a mesh once: each of its groups has a thread that wakes up many times a second.
+
+    Torch keeps them until the process ends, so new ones for every case would add up.
+    """
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 Step = Callable[..., object]
