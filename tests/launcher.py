@@ -1,10 +1,12 @@
-"""Runs scripts on several processes, as torchrun would, or by torchrun itself."""
+"""Runs scripts and commands on several processes, as torchrun would, or by torchrun itself."""
 
 import os
 import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,7 +18,23 @@ FOR_RANKS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def launch(script: Path, folder: Path, *, num_ranks: int = 2) -> str:
-    """Run the script in `folder`, where it may leave files; returns what its ranks print.
+    """Run the script in `folder`, where it may leave files; returns what its ranks print."""
+    printed, _ = _launch(partial(_run_script, str(script)), folder, num_ranks)
+    return printed
+
+
+def launch_command(args: Sequence[str], folder: Path, *, num_ranks: int = 2) -> str:
+    """Run `penstock` with these arguments in `folder`; returns what its ranks print.
+
+    They must print nothing as errors.
+    """
+    printed, errors = _launch(partial(_run_command, list(args)), folder, num_ranks)
+    assert "" == errors
+    return printed
+
+
+def _launch(main: Callable[[], object], folder: Path, num_ranks: int) -> tuple[str, str]:
+    """Run `main` on ranks; returns what they print, and their errors.
 
     The ranks are forks of a process that has loaded torch: to load it takes each two seconds.
     """
@@ -26,7 +44,7 @@ def launch(script: Path, folder: Path, *, num_ranks: int = 2) -> str:
     processes = [
         context.Process(
             target=_run_rank,
-            args=(script, folder, printed, errors, rank, num_ranks, store.port),
+            args=(main, folder, printed, errors, rank, num_ranks, store.port),
             daemon=True,
         )
         for rank in range(num_ranks)
@@ -38,7 +56,7 @@ def launch(script: Path, folder: Path, *, num_ranks: int = 2) -> str:
         for process in processes:
             process.join(max(until_s - time.monotonic(), 0))
         assert [0] * num_ranks == [process.exitcode for process in processes], errors.read_text()
-        return printed.read_text()
+        return printed.read_text(), errors.read_text()
     finally:
         for process in processes:
             if process.is_alive():
@@ -49,9 +67,15 @@ def launch(script: Path, folder: Path, *, num_ranks: int = 2) -> str:
 
 
 def _run_rank(
-    script: Path, folder: Path, printed: Path, errors: Path, rank: int, num_ranks: int, port: int
+    main: Callable[[], object],
+    folder: Path,
+    printed: Path,
+    errors: Path,
+    rank: int,
+    num_ranks: int,
+    port: int,
 ) -> None:
-    """Run the script as one rank, in the environment that torchrun would give it."""
+    """Run `main` as one rank, in the environment that torchrun would give it."""
     for file, number in ((printed, 1), (errors, 2)):
         with file.open("a") as stream:
             os.dup2(stream.fileno(), number)
@@ -65,8 +89,17 @@ def _run_rank(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # Whose server is this one's parent.
     }
-    sys.argv = [str(script)]
-    runpy.run_path(str(script), run_name="__main__")
+    main()
+
+
+def _run_script(script: str) -> None:
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _run_command(args: list[str]) -> None:
+    sys.argv = ["penstock", *args]
+    runpy.run_module("penstock", run_name="__main__")
 
 
 def launch_by_torchrun(script: Path, folder: Path) -> str:

@@ -49,6 +49,7 @@ def test_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # What a shell starts in the background ignores interrupts, and so do its children.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         assert process.stdout is not None

@@ -1,4 +1,7 @@
-"""`penstock train` through its real entry point. Every wait has a limit, and nothing is left."""
+"""`penstock train` on processes: by its own launcher, by torch's, and as ranks that are forked.
+
+Every wait has a limit, and nothing is left.
+"""
 
 import json
 import os
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import launch_command
 from limits import PROCESS_S
 from penstock.comm import LocalGroup, local_ranks
 from penstock.training.settings import GptConfig, TrainConfig
@@ -58,21 +62,20 @@ def test_training_is_resumed_on_other_ranks_stages_and_schedules_with_the_same_l
     tmp_path: Path, text: Path, expected: list[float]
 ) -> None:
     folder = f"--checkpoint={tmp_path}"
-    first = command("train", *SIZES, f"--text={text}", folder, "--steps=20", "--json")
-    assert "" == first.stderr
-    assert 0 == first.returncode
-    assert expected[:20] == losses_of(first.stdout)
+    args = ["train", *SIZES, f"--text={text}", folder, "--steps=20", "--json"]
+    assert expected[:20] == losses_of(launch_command(args, tmp_path))
     assert expected[19] < expected[0] - 1
 
     # One stage or four: the additions are the same. A full backward rounds its products otherwise.
     way = ["--ranks=1", "--schedule=1F1B"]
     second = command("train", folder, "--resume", "--steps=23", "--json", *way)
+    assert (0, "") == (second.returncode, second.stderr)
     assert expected[20:23] == pytest.approx(losses_of(second.stdout), rel=1e-5)
     way = ["--ranks=2", "--schedule=Interleaved1F1B", f"--record={tmp_path / 'run.json'}"]
-    third = command("train", folder, "--resume", "--steps=25", *way)
-    [loss] = re.findall(r"step 25  loss (\S+)", third.stdout)
+    third = launch_command(["train", folder, "--resume", "--steps=25", *way], tmp_path)
+    [loss] = re.findall(r"step 25  loss (\S+)", third)
     assert expected[24] == pytest.approx(float(loss), abs=1e-4)
-    assert f"checkpoint {tmp_path / 'step-000025'}" in third.stdout
+    assert f"checkpoint {tmp_path / 'step-000025'}" in third
     assert "penstock recording" == json.loads((tmp_path / "run.json").read_text())["format"]
 
     fourth = two_nodes(tmp_path, ["train", folder, "--resume", "--steps=26", "--json"])
