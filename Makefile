@@ -18,13 +18,13 @@ demo: $(READY) ## Train a small GPT on two processes by a zero-bubble schedule a
 # They keep the order of tests/conftest.py, which puts the longest first.
 test: check ## Run check, then the tests that start several processes or a browser
 	@scripts/browser
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "dist or browser"
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder tests/dist tests/browser
 
 check: $(READY) ## Check format, lint and types; run the tests that need one process
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto -m "not dist and not browser"
+	$(BIN)/pytest -n auto --ignore=tests/dist --ignore=tests/browser
 
 bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/split_backward/main.py
