@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 torch.set_num_threads(1)
+gc.disable()  # Until all tests are collected: what is made until then is there to stay.
 
 settings.register_profile(
     "penstock",
@@ -49,6 +50,7 @@ def pytest_collection_finish() -> None:
     """Hide what is there to stay from the collector, which many tests call again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
