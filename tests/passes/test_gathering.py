@@ -258,7 +258,7 @@ def test_fewer_stages_than_an_overlap_needs_are_refused() -> None:
     with pytest.raises(ScheduleError) as caught:
         add_gathers(schedule, Gathers.at_most(1))
     assert (
-        "The policy is at-most-1, but (0F1;1B0)OVERLAP_F_B on rank 0 needs 2 stages at once. "
+        "The policy is at-most:1, but (0F1;1B0)OVERLAP_F_B on rank 0 needs 2 stages at once. "
         "Allow at least that many."
     ) == str(caught.value)
 

@@ -1,5 +1,6 @@
 """The search chooses orders and the policy of gathers together."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ from penstock import CostTable, Schedule, search, simulate
 from penstock.errors import ScheduleError
 from penstock.ir import Unshard
 from penstock.passes import Gathers, add_gathers, remove_gathers
-from penstock.solver import SearchResult
-from penstock.solver.placement_choices import default_placements
+from penstock.solver import SearchResult, gathered_search
+from penstock.solver.placement_choices import default_placements, describe
 from penstock.solver.registered_schedules import registered
 
 POLICIES = [Gathers.once(), Gathers.per_need(), Gathers.at_most(1)]
@@ -64,7 +65,55 @@ def test_schedule_has_the_actions_of_its_policy_and_the_report_is_its_own() -> N
     best = found(Gathers.per_need(ahead=2), gather=0.5, gathered=1.0)
     assert best.schedule == add_gathers(remove_gathers(best.schedule), Gathers.per_need(ahead=2))
     assert simulate(best.schedule, best.report.costs).makespan == best.time
-    assert any(tried.name == "gathered per-need" for tried in best.tried)
+
+
+@pytest.mark.parametrize("memory", [None, 12.0])
+def test_table_rates_schedules_with_their_gathers(memory: float | None) -> None:
+    """The rows were once of schedules without gathers, which are faster than any with them."""
+    costs = {"gather": 2.0, "reduce": 0.5, "gathered": 2.0}
+    best = found("auto", memory, **costs)
+    table, policies = best.report.costs, {str(policy): policy for policy in POLICIES}
+    by_name = {
+        (name, describe(placement)): schedule
+        for placement in default_placements(4, 2)
+        for name, schedule in registered(placement, 6)
+    }
+    rows = {tuple(tried.name.split(", gathered ")): tried for tried in best.tried}
+    assert {policy for _, policy in rows} <= policies.keys()
+    registered_rows = [
+        (tried, by_name[name, tried.placement], policies[policy])
+        for (name, policy), tried in rows.items()
+        if (name, tried.placement) in by_name
+    ]
+    assert len(registered_rows) > 4
+    for tried, schedule, policy in registered_rows:
+        report = simulate(add_gathers(schedule, policy), table)
+        assert (report.makespan, report.peak_memory) == (tried.time, tried.peak_memory)
+        assert tried.fits == (memory is None or report.peak_memory <= memory)
+    assert best.time == min(tried.time for tried in best.tried if tried.fits)
+    assert best.lower_bound <= best.time
+
+
+def test_time_holds_for_placing_gathers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathers were once placed in every schedule, however long that took."""
+    now = 0.0
+
+    def place(*args: Any) -> Schedule:
+        nonlocal now
+        now += 1.0
+        return add_gathers(*args)
+
+    monkeypatch.setattr(gathered_search, "add_gathers", place)
+    monkeypatch.setattr(gathered_search, "time", SimpleNamespace(monotonic=lambda: now))
+    table = CostTable.uniform(4, gather=2.0, gathered=2.0)
+    best = search(table, 2, 6, memory=12.0, seconds=20.0, effort=0.02, gathers="auto")
+    assert not best.is_complete
+    assert 20.0 <= best.seconds < 20.0 + len(POLICIES)
+    assert best.schedule.has_sharding
+    assert best.report.peak_memory <= 12.0
+    soon = search(table, 2, 6, memory=12.0, seconds=0.001, effort=0.02, gathers="auto")
+    assert not soon.is_complete
+    assert {"one at a time, gathered once"} == {tried.name for tried in soon.tried}
 
 
 def test_only_stages_with_costs_are_gathered() -> None:

@@ -38,8 +38,8 @@ from penstock.passes.verification import verify
 class Gathers:
     """A policy of gathers: how long stages stay gathered, and how early they are gathered.
 
-    >>> print(Gathers.once(), Gathers.per_need(), Gathers.at_most(2), sep=", ")
-    once, per-need, at-most-2
+    >>> print(Gathers.once(), Gathers.per_need(ahead=0), Gathers.at_most(2), sep="; ")
+    once; per-need,ahead:0; at-most:2
     """
 
     most: float = inf
@@ -85,8 +85,13 @@ class Gathers:
         return cls(most=most, ahead=ahead)
 
     def __str__(self) -> str:
-        limit = [] if self.most == inf else [f"at-most-{self.most}"]
-        return "-".join((["per-need"] if self.frees_between else []) + limit) or "once"
+        parts = {
+            "per-need": self.frees_between,
+            f"at-most:{self.most}": self.most < inf,
+            "once": not self.frees_between and self.most == inf,
+            f"ahead:{self.ahead}": self.ahead != 1,
+        }
+        return ",".join(part for part, is_meant in parts.items() if is_meant)
 
 
 def add_gathers(

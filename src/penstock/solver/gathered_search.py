@@ -1,18 +1,18 @@
 """Search for a schedule of sharded stages: the orders, and the policy by which they are gathered.
 
 Orders are searched as if nothing were sharded, with caps that leave room for gathered stages. Each
-policy then places its gathers in all of them, and the simulator decides.
+policy then places its gathers in all of them, the fastest first, and the simulator decides.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from operator import add
 from typing import Literal, NamedTuple, TypeAlias
 
 from penstock.errors import ScheduleError
-from penstock.ir import Schedule
+from penstock.ir import Placement, Schedule
 from penstock.passes import Gathers, add_gathers
 from penstock.sim import simulate
 from penstock.solver.bounds import lower_bound
@@ -25,56 +25,117 @@ GatherChoice: TypeAlias = Gathers | Literal["auto"]
 """A policy of gathers, or `"auto"` for the best of several."""
 
 
+SAFE = "one at a time"
+"""The name of the schedule that fits if any does."""
+
+_SHARE_OF_ORDERS = 0.5  # Of the time; the rest is for placing gathers.
+
+
+class Ungathered(NamedTuple):
+    """A schedule without gathers, with the way in which it was made."""
+
+    name: str
+    schedule: Schedule
+    time: float
+
+
 class Found(NamedTuple):
     """The schedules that a search without gathers tried or found, and how it went."""
 
-    schedules: list[Schedule]
-    tried: tuple[Tried, ...]
+    schedules: list[Ungathered]
     is_complete: bool
+
+
+class _Placed(NamedTuple):
+    """A schedule with its gathers."""
+
+    name: str
+    policy: Gathers
+    schedule: Schedule
+    report: Report
+    time: float
+    fits: bool
+
+    @property
+    def rate(self) -> tuple[bool, float, float]:
+        """What fits is better, then what is faster, rounded, then what holds less."""
+        return not self.fits, float(f"{self.time:.9g}"), self.report.peak_memory
 
 
 def search_with_gathers(
     problems: Sequence[Problem],
     gathers: GatherChoice,
     find: Callable[[Sequence[Problem], float], Found],
+    *,
+    seconds: float,
 ) -> SearchResult:
-    """Return the best schedule with gathers; `find` searches orders in a share of the time."""
+    """Return the best schedule with gathers; `find` searches orders in a number of seconds."""
     start = time.monotonic()
     policies = _policies(gathers, problems)
     groups = _groups(problems, policies)
-    found = [find(group, 1 / len(groups)) for group in groups]
-    schedules = dict.fromkeys(schedule for one in found for schedule in one.schedules)
+    found = [find(group, seconds * _SHARE_OF_ORDERS / len(groups)) for group in groups]
     by_placement = {problem.placement: problem for problem in problems}
-    tried = [tried for one in found for tried in one.tried]
-    best: list[tuple[float, float, Schedule, Report]] = []
-    for policy in policies:
-        rated: list[tuple[float, float, Schedule, Report]] = []
-        for schedule in schedules:
-            problem = by_placement[schedule.placement]
-            try:
-                placed = add_gathers(schedule, policy, _sharded(problem))
-            except ScheduleError:  # An overlap needs more stages than the policy allows.
-                continue
-            report = simulate(placed, problem.costs)
-            if problem.find_excess(report) is None:
-                rated.append((problem.time_of(report), report.peak_memory, placed, report))
-        if rated:
-            best.append(min(rated, key=_rate))
-            took, peak, placed, _ = best[-1]
-            where = describe(placed.placement)
-            tried.append(Tried(f"gathered {policy}", where, took, peak, True, len(rated)))
-    if not best:
+    names: dict[Schedule, str] = {}
+    for one in sorted((one for each in found for one in each.schedules), key=_turn):
+        names.setdefault(one.schedule, one.name)
+    is_complete = all(one.is_complete for one in found)
+    placed: list[_Placed] = []
+    for schedule, name in names.items():
+        if name != SAFE and time.monotonic() > start + seconds:
+            is_complete = False
+            break
+        problem = by_placement[schedule.placement]
+        placed += _place(name, schedule, problem, policies)
+    best = min(placed, key=lambda one: one.rate, default=None)
+    if best is None or not best.fits:
         raise _nothing_fits(problems, policies)
-    _, _, schedule, report = min(best, key=_rate)
     return SearchResult(
-        schedule=schedule,
-        report=report,
+        schedule=best.schedule,
+        report=best.report,
         clock=problems[0].clock,
         # Gathers only add time and memory, so a bound without them holds.
         lower_bound=min(map(lower_bound, problems)),
-        tried=tuple(tried),
+        tried=_tried(placed),
         seconds=time.monotonic() - start,
-        is_complete=all(one.is_complete for one in found),
+        is_complete=is_complete,
+    )
+
+
+def _turn(one: Ungathered) -> tuple[bool, float]:
+    """Return what to place gathers in first: what fits, so that there is a result in any case."""
+    return one.name != SAFE, one.time
+
+
+def _place(
+    name: str, schedule: Schedule, problem: Problem, policies: Sequence[Gathers]
+) -> Iterator[_Placed]:
+    """Yield the schedule with the gathers of each policy that it can have."""
+    for policy in policies:
+        try:
+            gathered = add_gathers(schedule, policy, _sharded(problem))
+        except ScheduleError:  # An overlap needs more stages than the policy allows.
+            continue
+        report = simulate(gathered, problem.costs)
+        fits = problem.find_excess(report) is None
+        yield _Placed(name, policy, gathered, report, problem.time_of(report), fits)
+
+
+def _tried(placed: Sequence[_Placed]) -> tuple[Tried, ...]:
+    """Return, for each way of making orders, the best of them with gathers."""
+    rows: dict[tuple[str, Placement], list[_Placed]] = {}
+    for one in placed:
+        rows.setdefault((one.name, one.schedule.placement), []).append(one)
+    best = [(min(row, key=lambda one: one.rate), len(row)) for row in rows.values()]
+    return tuple(
+        Tried(
+            name=f"{one.name}, gathered {one.policy}",
+            placement=describe(one.schedule.placement),
+            time=one.time,
+            peak_memory=one.report.peak_memory,
+            fits=one.fits,
+            count=count,
+        )
+        for one, count in best
     )
 
 
@@ -98,8 +159,6 @@ def _groups(problems: Sequence[Problem], policies: Sequence[Gathers]) -> list[li
         feasible = [problem for problem in lowered if problem.find_shortage() is None]
         if feasible:
             groups[tuple((one.placement, one.caps) for one in feasible)] = feasible
-    if not groups:
-        raise _nothing_fits(problems, policies)
     return list(groups.values())
 
 
@@ -128,11 +187,6 @@ def _sharded(problem: Problem) -> list[int]:
     rows = zip(costs.gather, costs.reduce, costs.gathered, strict=True)
     sharded = [stage for stage, row in enumerate(rows) if any(row)]
     return sharded or list(range(problem.num_stages))
-
-
-def _rate(found: tuple[float, float, Schedule, Report]) -> tuple[float, float]:
-    """Return the time, rounded, and then the peak memory."""
-    return float(f"{found[0]:.9g}"), found[1]
 
 
 def _nothing_fits(problems: Sequence[Problem], policies: Sequence[Gathers]) -> ScheduleError:

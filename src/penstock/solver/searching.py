@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, inf
 from numbers import Real
 
@@ -18,7 +18,13 @@ from penstock.solver.bounds import lower_bound
 from penstock.solver.dispatch_policies import grid, vary
 from penstock.solver.dispatching import Policy, dispatch
 from penstock.solver.evaluation import evaluate, peak_memory
-from penstock.solver.gathered_search import Found, GatherChoice, search_with_gathers
+from penstock.solver.gathered_search import (
+    SAFE,
+    Found,
+    GatherChoice,
+    Ungathered,
+    search_with_gathers,
+)
 from penstock.solver.placement_choices import check_placements, default_placements, describe
 from penstock.solver.problem import (
     FULL,
@@ -71,7 +77,8 @@ def search(
 
     If stages are sharded, `gathers` is the policy by which they are gathered and freed, or `"auto"`
     for the best of several; the schedule then has these actions, and `memory` counts what is
-    gathered. Of the schedules that are tried, none is faster with one of the policies.
+    gathered. Of the schedules that are tried, none is faster with one of the policies. `seconds`
+    is the time for all of this.
 
     >>> costs = CostTable(
     ...     forward=[2, 2, 2, 3], backward_input=[2, 2, 2, 3], backward_weight=[1, 1, 1, 2]
@@ -92,7 +99,8 @@ def search(
         return search_with_gathers(
             problems,
             gathers,
-            lambda lowered, share: _Search(lowered, seconds=seconds * share, effort=effort).find(),
+            lambda lowered, budget: _Search(lowered, seconds=budget, effort=effort).find(),
+            seconds=seconds,
         )
     feasible = [problem for problem in problems if problem.find_shortage() is None]
     if not feasible:
@@ -104,6 +112,8 @@ def search(
 class _Candidate:
     """Orders that fit, and the time they take."""
 
+    name: str
+    """How they were made, as in `Tried`."""
     problem: Problem
     orders: list[Order]
     time: float
@@ -121,6 +131,7 @@ class _Search:
         self._deadline = self._start + seconds
         self._bounds = {problem.placement: lower_bound(problem) for problem in problems}
         self._tried: list[Tried] = []
+        self._simulated: list[Ungathered] = []
         self._registered: list[tuple[Schedule, Report]] = []
         self._best: list[_Candidate] = []
         self._is_complete = True
@@ -134,16 +145,8 @@ class _Search:
         """Return all registered schedules, whether they fit or not, and the best others."""
         self._try_all()
         best = sorted(self._best, key=_time)[: 2 * _NUM_STARTS]
-        shapes = [(problem.placement, problem.num_microbatches) for problem in self._problems]
-        return Found(
-            [
-                *(schedule for shape in shapes for _, schedule in registered(*shape)),
-                *(one_at_a_time(*shape) for shape in shapes),
-                *(found.problem.schedule(found.orders) for found in best),
-            ],
-            tuple(self._tried),
-            self._is_complete,
-        )
+        others = [Ungathered(one.name, one.problem.schedule(one.orders), one.time) for one in best]
+        return Found([*self._simulated, *others], self._is_complete)
 
     def _try_all(self) -> None:
         """Try [1] registered schedules, [2] policies, [3] variations of the best, [4] moves."""
@@ -159,19 +162,21 @@ class _Search:
 
     def _try_registered(self, problem: Problem) -> None:
         shape = problem.placement, problem.num_microbatches
-        least = "one at a time", one_at_a_time(*shape)
+        least = SAFE, one_at_a_time(*shape)
         for name, schedule in (*registered(*shape), least):
             report = simulate(schedule, problem.costs)
             fits = problem.find_excess(report) is None
             where = describe(problem.placement)
             took = problem.time_of(report)
             self._tried.append(Tried(name, where, took, report.peak_memory, fits, 1))
+            self._simulated.append(Ungathered(name, schedule, took))
             if fits:
                 self._registered.append((schedule, report))
-                split = self._rate(problem, _split_where_quicker(problem, codes(schedule)))
+                orders = _split_where_quicker(problem, codes(schedule))
+                split = self._rate(f"{name}, backwards split", problem, orders)
                 self._best.append(split)
                 if split.time < took:
-                    self._note(f"{name}, backwards split", split, 1)
+                    self._note(split, 1)
 
     def _try_policies(self, problem: Problem) -> Policy | None:
         """Return the best policy of the grid; keep the best orders for each preference."""
@@ -184,7 +189,7 @@ class _Search:
             if self._is_over(problem) and (best or self._is_proven(problem)):
                 break  # At least one is tried, even when time is up.
             count += 1
-            found = self._rate(problem, dispatch(problem, policy))
+            found = self._rate("policies", problem, dispatch(problem, policy))
             kind = policy.preference, policy.keeps_room
             is_proven = found.time <= self._goal(problem)
             if is_proven or kind not in best or found.cost < best[kind][0].cost:
@@ -194,13 +199,14 @@ class _Search:
         if not best:
             return None
         self._best += [found for found, _ in best.values()]  # There are few, and they differ.
-        self._note("policies", min((found for found, _ in best.values()), key=_time), count)
+        self._note(min((found for found, _ in best.values()), key=_time), count)
         return min(best.values(), key=lambda pair: pair[0].cost)[1]
 
     def _try_nearby(self, problem: Problem, policy: Policy) -> None:
         """Vary the policy step by step, at first also to worse ones."""
         generator = random.Random(0)
-        current = best = self._rate(problem, dispatch(problem, policy))
+        name = "policies by rank"
+        current = best = self._rate(name, problem, dispatch(problem, policy))
         num_actions = sum(map(len, current.orders))
         limit = self._amount(_POLICIES / num_actions, _FEWEST_POLICIES, _MOST_POLICIES)
         warmth = _mean_duration(problem) * _LAST_HEATS[-1]
@@ -212,7 +218,7 @@ class _Search:
             if changed == policy:
                 continue
             count += 1
-            candidate = self._rate(problem, dispatch(problem, changed))
+            candidate = self._rate(name, problem, dispatch(problem, changed))
             worse = candidate.cost - current.cost
             if worse <= 0 or generator.random() < exp(-worse / (warmth * (1 - number / limit))):
                 policy, current = changed, candidate
@@ -220,7 +226,7 @@ class _Search:
                 best = candidate
         self._best.append(best)
         if count:
-            self._note("policies by rank", best, count)
+            self._note(best, count)
 
     def _try_moves(self) -> None:
         """Walk from several of the best orders, and finally from the best of all."""
@@ -238,7 +244,7 @@ class _Search:
             if not self._is_over(start.problem):
                 count += self._walk(start, heat, length, seed)
         if count:
-            self._note("moves", min(self._best, key=_time), count)
+            self._note(replace(min(self._best, key=_time), name="moves"), count)
 
     def _walk(self, start: _Candidate, heat: float, length: float, seed: int) -> int:
         """Keep the best orders of one walk; return how many orders it tried."""
@@ -254,7 +260,7 @@ class _Search:
             goal=-inf if problem.has_queues else self._goal(problem),
             deadline=self._deadline,
         )
-        self._best.append(self._rate(problem, walk.orders))
+        self._best.append(self._rate("moves", problem, walk.orders))
         self._is_complete &= walk.is_complete
         return walk.num_evaluated
 
@@ -262,19 +268,19 @@ class _Search:
         """Return how many to try: `usual` within its limits, times the effort."""
         return max(1, round(self._effort * min(max(usual, fewest), most)))
 
-    def _note(self, name: str, candidate: _Candidate, count: int) -> None:
+    def _note(self, candidate: _Candidate, count: int) -> None:
         problem = candidate.problem
         peak = max(peak_memory(problem, order) for order in candidate.orders)
         where = describe(problem.placement)
-        self._tried.append(Tried(name, where, candidate.time, peak, True, count))
+        self._tried.append(Tried(candidate.name, where, candidate.time, peak, True, count))
 
-    def _rate(self, problem: Problem, orders: list[Order]) -> _Candidate:
+    def _rate(self, name: str, problem: Problem, orders: list[Order]) -> _Candidate:
         timing = evaluate(problem, orders)
         took = timing.time
         if problem.has_queues and took <= self._goal(problem):
             # This time would end the search, so it must be exact.
             took = problem.time_of(simulate(problem.schedule(orders), problem.costs))
-        return _Candidate(problem, orders, took, timing.cost)
+        return _Candidate(name, problem, orders, took, timing.cost)
 
     def _goal(self, problem: Problem) -> float:
         """Return the time at which a schedule is proven to be the best."""
