@@ -4,14 +4,17 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.costs_option import choose_stages_per_rank, read_costs
+from penstock.cli.costs_option import choose_stages_per_rank, read_costs, with_gather_costs
 from penstock.cli.facts import facts_of
+from penstock.cli.gathers_option import read_gathers
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
 from penstock.cli.options import (
     AsJson,
     ClockName,
     CostsText,
     Delay,
+    GatherCosts,
+    GathersOrAuto,
     Memory,
     Microbatches,
     Ranks,
@@ -38,6 +41,8 @@ def compare(
     stages_per_rank: StagesPerRank = None,
     costs: CostsText = None,
     delay: Delay = None,
+    gather_costs: GatherCosts = None,
+    gathers: GathersOrAuto = None,
     memory: Memory = None,
     clock: ClockName = "makespan",
     search: Annotated[bool, typer.Option(help="Search for better schedules too.")] = True,
@@ -54,17 +59,18 @@ def compare(
     penstock compare -p 4 -m 8
     penstock compare -p 8 -m 32 --costs 1,1,0.8 --delay 0.1 --memory 8
     penstock compare best.csv --costs costs.json --clock span
+    penstock compare --gathers auto --gather-costs 0.5,0.5,2 --memory 6
     """
     shape = ShapeOptions(ranks, microbatches, None)
     named = None if costs is None else read_costs(costs, delay)
     given = read_schedules(files or [], shape, named)
-    chosen = choose_costs(given, named, delay)
+    chosen = with_gather_costs(choose_costs(given, named, delay), gather_costs)
     numbers = shape.of(given[0].schedule if given else None, chosen)
     for one in given:
         _check_same(one, *numbers)
     count = choose_stages_per_rank(chosen, numbers[0], stages_per_rank)
     caps = to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
-    comparison = Comparison(Question(chosen, *numbers, caps, clock))
+    comparison = Comparison(Question(chosen, *numbers, caps, clock, read_gathers(gathers)))
     for one in given:
         comparison.add(one.name, one.schedule)
     for generator in REGISTRY:

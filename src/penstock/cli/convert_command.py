@@ -5,8 +5,9 @@ from typing import Annotated
 import typer
 
 from penstock.cli.files import PIPE, check_output, write_text
+from penstock.cli.gathers_option import place_gathers
 from penstock.cli.given import ShapeOptions, describe_shape, read_schedules
-from penstock.cli.options import Microbatches, Output, Ranks, StagesPerRank
+from penstock.cli.options import GathersText, Microbatches, Output, Ranks, StagesPerRank
 from penstock.ir import Schedule
 from penstock.passes import add_comms, fuse_backward, remove_comms, split_backward
 
@@ -29,6 +30,7 @@ def convert(
             "--split/--fuse", help="Split full backwards, or join halves that are neighbours."
         ),
     ] = None,
+    gathers: GathersText = None,
 ) -> None:
     """Write a schedule as CSV, the format that PyTorch reads.
 
@@ -38,10 +40,11 @@ def convert(
     penstock convert ZB-V -p 4 -m 8 -o zb_v.csv
     penstock convert zb_v.csv --comms -o for_torch.csv
     penstock convert 1F1B --split | penstock simulate -
+    penstock convert ZB-V --gathers per-need -o sharded.csv
     """
     check_output(output, inputs=[name])
     [given] = read_schedules([name], ShapeOptions(ranks, microbatches, stages_per_rank))
-    schedule = _convert(given.schedule, comms=comms, split=split)
+    schedule = place_gathers(_convert(given.schedule, comms=comms, split=split), gathers)
     write_text(output, schedule.to_csv())
     if output not in (None, PIPE):
         print(f"wrote {output}: {describe_shape(schedule)}")

@@ -1,10 +1,11 @@
-"""The costs of stages that `--costs` and `--delay` give."""
+"""The costs of stages that `--costs`, `--delay` and `--gather-costs` give."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.cli.files import read_text
 from penstock.costs import CostTable
-from penstock.costs.amounts import LARGEST_AMOUNT, to_times
+from penstock.costs.amounts import LARGEST_AMOUNT, to_memory, to_times
 from penstock.costs.given_costs import GivenCosts, ShareCosts, TableCosts, with_delay
 from penstock.errors import OptionError, PipelineError
 from penstock.timeline import Recording
@@ -29,6 +30,27 @@ def read_costs(text: str | None, delay: float | None) -> GivenCosts:
             "of F, I and W, such as 1,1,0.5, or a file that CostTable.save wrote."
         )
     return _load(text, delay)
+
+
+def with_gather_costs(costs: GivenCosts, text: str | None) -> GivenCosts:
+    """Return the costs with those of gathers that the option gives, if it is given."""
+    if text is None:
+        return costs
+    *times, memory = text.split(",")
+    held = to_times(f"{','.join(times)},0")
+    if held is None or not all(0 <= time <= LARGEST_AMOUNT for time in held):
+        raise OptionError(
+            f"--gather-costs is {text!r}. Expected the times of a gather and of a reduction, and "
+            "the memory of what is gathered, such as 0.5,0.5,2."
+        )
+    gather, reduce, gathered = held
+    if memory.strip() != "0":
+        gathered = to_memory(
+            "--gather-costs", memory, in_microbatches=isinstance(costs, ShareCosts)
+        )
+    if isinstance(costs, ShareCosts):
+        return replace(costs, gather=(gather,), reduce=(reduce,), gathered=(gathered,))
+    return replace(costs, of_gathers=(gather, reduce, gathered))
 
 
 def choose_stages_per_rank(costs: GivenCosts, num_ranks: int, wanted: int | None) -> int | None:

@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.cli.costs_option import costs_of, read_costs
 from penstock.cli.files import PIPE, read_text
+from penstock.cli.gathers_option import place_gathers
 from penstock.costs.given_costs import GivenCosts, TableCosts
 from penstock.errors import OptionError, PipelineError, ScheduleError
 from penstock.ir import Schedule
@@ -57,12 +58,22 @@ class Given:
 
 
 def read_schedules(
-    names: Sequence[str], options: ShapeOptions, costs: GivenCosts | None = None
+    names: Sequence[str],
+    options: ShapeOptions,
+    costs: GivenCosts | None = None,
+    *,
+    gathers: str | None = None,
 ) -> list[Given]:
     """Return the schedules with these names and files, in their order.
 
     Schedules by name have the shape of the options, or else of the first file or of the costs.
+    If the policy `gathers` is given, all have its gathers in place of their own.
     """
+    given = _read(names, options, costs)
+    return [replace(one, schedule=place_gathers(one.schedule, gathers)) for one in given]
+
+
+def _read(names: Sequence[str], options: ShapeOptions, costs: GivenCosts | None) -> list[Given]:
     found = [_generator_or_file(name) for name in names]
     files = [value for value in found if isinstance(value, Given)]
     generators = [value for value in found if isinstance(value, Generator)]

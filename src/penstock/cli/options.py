@@ -45,6 +45,33 @@ Delay: TypeAlias = Annotated[
         help="Time that a message between ranks takes.",
     ),
 ]
+GatherCosts: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--gather-costs",
+        metavar="G,R,M",
+        help="Times of gathering a rank's sharded parameters and of reducing their gradients, and "
+        "the memory that they hold while gathered; 0,0,0 if not given.",
+    ),
+]
+GathersText: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--gathers",
+        metavar="POLICY",
+        help="Gather sharded stages once, per-need or at-most:K at a time, and ahead:N actions "
+        "early, such as per-need,ahead:2. Without gathers: none.",
+    ),
+]
+GathersOrAuto: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--gathers",
+        metavar="POLICY|auto",
+        help="Gather sharded stages once, per-need or at-most:K at a time, and ahead:N actions "
+        "early, such as per-need,ahead:2; or by the best policy within the memory: auto.",
+    ),
+]
 Memory: TypeAlias = Annotated[
     str | None,
     typer.Option(

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.costs_option import choose_stages_per_rank, read_costs
+from penstock.cli.costs_option import choose_stages_per_rank, read_costs, with_gather_costs
 from penstock.cli.facts import facts_of
 from penstock.cli.files import PIPE, check_output, write_text
+from penstock.cli.gathers_option import read_gathers
 from penstock.cli.given import ShapeOptions
 from penstock.cli.options import (
     AsJson,
@@ -16,6 +17,8 @@ from penstock.cli.options import (
     CostsText,
     Delay,
     Effort,
+    GatherCosts,
+    GathersOrAuto,
     Memory,
     Microbatches,
     Output,
@@ -58,6 +61,8 @@ def search(
     ] = None,
     costs: CostsText = None,
     delay: Delay = None,
+    gather_costs: GatherCosts = None,
+    gathers: GathersOrAuto = None,
     memory: Memory = None,
     placement: Annotated[
         list[PlacementName] | None,
@@ -81,16 +86,18 @@ def search(
     penstock search -p 4 -m 8 --costs 1,1.2,0.8 --memory 3
     penstock search -p 4 -m 8 --placement v --delay 0.1 -o best.csv
     penstock search -p 4 -m 16 --costs costs.json --memory 8GiB --json
+    penstock search -p 4 -m 8 --gathers auto --gather-costs 0.5,0.5,2 --memory 6
     """
     if as_json and output == PIPE:
         raise OptionError("--json and --output - would both print. Give one of them.")
     check_output(output, inputs=[] if costs is None else [costs])
-    chosen = read_costs(costs, delay)
+    chosen = with_gather_costs(read_costs(costs, delay), gather_costs)
+    policy = read_gathers(gathers)
     num_ranks, num_microbatches = ShapeOptions(ranks, microbatches, None).of(None, chosen)
     groups = _placements(chosen, num_ranks, stages_per_rank, placement or [])
     caps = to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
     with sign_of_life("Searching"):
-        question = Question(chosen, num_ranks, num_microbatches, caps, clock)
+        question = Question(chosen, num_ranks, num_microbatches, caps, clock, policy)
         found = find_best(question, groups, seconds=seconds, effort=effort)
     if output is not None:
         write_text(output, found.schedule.to_csv())

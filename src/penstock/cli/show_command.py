@@ -5,10 +5,19 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.costs_option import read_costs
+from penstock.cli.costs_option import read_costs, with_gather_costs
 from penstock.cli.files import PIPE, check_output
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
-from penstock.cli.options import CostsText, Delay, Microbatches, Names, Ranks, StagesPerRank
+from penstock.cli.options import (
+    CostsText,
+    Delay,
+    GatherCosts,
+    GathersText,
+    Microbatches,
+    Names,
+    Ranks,
+    StagesPerRank,
+)
 from penstock.cli.screen import console
 from penstock.costs.given_costs import GivenCosts, ShareCosts
 from penstock.draw import Panel, save
@@ -24,6 +33,8 @@ def show(
     stages_per_rank: StagesPerRank = None,
     costs: CostsText = None,
     delay: Delay = None,
+    gather_costs: GatherCosts = None,
+    gathers: GathersText = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -64,8 +75,9 @@ def show(
     check_output(output, inputs=names)
     _check_dark(dark, output)
     named = None if costs is None else read_costs(costs, delay)
-    given = read_schedules(names, ShapeOptions(ranks, microbatches, stages_per_rank), named)
-    chosen = choose_costs(given, named, delay)
+    shape = ShapeOptions(ranks, microbatches, stages_per_rank)
+    given = read_schedules(names, shape, named, gathers=gathers)
+    chosen = with_gather_costs(choose_costs(given, named, delay), gather_costs)
     for one in given:
         if one.recording is not None and isinstance(chosen, ShareCosts):
             raise OptionError(

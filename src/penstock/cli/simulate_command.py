@@ -4,10 +4,20 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.costs_option import read_costs
+from penstock.cli.costs_option import read_costs, with_gather_costs
 from penstock.cli.facts import facts_of
 from penstock.cli.given import Given, ShapeOptions, choose_costs, describe_shape, read_schedules
-from penstock.cli.options import AsJson, CostsText, Delay, Microbatches, Names, Ranks, StagesPerRank
+from penstock.cli.options import (
+    AsJson,
+    CostsText,
+    Delay,
+    GatherCosts,
+    GathersText,
+    Microbatches,
+    Names,
+    Ranks,
+    StagesPerRank,
+)
 from penstock.cli.screen import print_json, print_table
 from penstock.draw.panel import Panel
 from penstock.sim import simulate as run
@@ -22,6 +32,8 @@ def simulate(
     stages_per_rank: StagesPerRank = None,
     costs: CostsText = None,
     delay: Delay = None,
+    gather_costs: GatherCosts = None,
+    gathers: GathersText = None,
     blocking: Annotated[
         bool, typer.Option("--blocking", help="Let sends and receives block their ranks.")
     ] = False,
@@ -36,10 +48,12 @@ def simulate(
     penstock simulate ZB-V -p 4 -m 8
     penstock simulate 1F1B ZB-H1 -p 8 -m 32 --costs 1,1,0.8 --delay 0.1
     penstock simulate best.csv --costs costs.json --json
+    penstock simulate ZB-V --gathers per-need --gather-costs 0.5,0.5,2
     """
     named = None if costs is None else read_costs(costs, delay)
-    given = read_schedules(names, ShapeOptions(ranks, microbatches, stages_per_rank), named)
-    chosen = choose_costs(given, named, delay)
+    shape = ShapeOptions(ranks, microbatches, stages_per_rank)
+    given = read_schedules(names, shape, named, gathers=gathers)
+    chosen = with_gather_costs(choose_costs(given, named, delay), gather_costs)
     panels = [
         Panel(
             one.name,

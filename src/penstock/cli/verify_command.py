@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.costs_option import read_costs
+from penstock.cli.costs_option import read_costs, with_gather_costs
 from penstock.cli.given import Given, describe_shape, read_file
-from penstock.cli.options import CostsText, Memory
+from penstock.cli.options import CostsText, GatherCosts, Memory
 from penstock.costs.amounts import to_caps
 from penstock.costs.given_costs import GivenCosts, ShareCosts
 from penstock.errors import PipelineError, ScheduleError
@@ -17,6 +17,7 @@ from penstock.passes import verify as check
 def verify(
     files: Annotated[list[str], typer.Argument(metavar="FILE", help="CSV files; - is stdin.")],
     costs: CostsText = None,
+    gather_costs: GatherCosts = None,
     memory: Memory = None,
 ) -> None:
     """Prove that schedules can be run.
@@ -31,7 +32,7 @@ def verify(
     penstock verify schedules/*.csv --memory 4
     penstock convert ZB-V | penstock verify -
     """
-    chosen = read_costs(costs, None)
+    chosen = with_gather_costs(read_costs(costs, None), gather_costs)
     caps = to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
     failed: PipelineError | None = None
     for path in files:

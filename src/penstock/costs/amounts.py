@@ -42,14 +42,21 @@ def to_caps(text: str | None, *, in_microbatches: bool) -> float | tuple[float, 
     """Return the cap of a rank: one amount for all ranks, or one for each, separated by commas."""
     if text is None:
         return None
-    caps = tuple(to_amount("--memory", part) for part in text.split(","))
-    if in_microbatches and any(part.strip()[-1:].isalpha() for part in text.split(",")):
+    parts = text.split(",")
+    caps = tuple(to_memory("--memory", part, in_microbatches=in_microbatches) for part in parts)
+    return caps[0] if len(caps) == 1 else caps
+
+
+def to_memory(option: str, text: str, *, in_microbatches: bool) -> float:
+    """Return an amount above 0; it has no unit if memory is in microbatches."""
+    amount = to_amount(option, text)
+    if in_microbatches and text.strip()[-1:].isalpha():
         raise OptionError(
-            f"--memory is {text!r}, but the bytes that a microbatch holds are unknown "
+            f"{option} is {text!r}, but the bytes that a microbatch holds are unknown "
             "without a file of costs. "
             "Expected a number of microbatches, such as 4; or give --costs FILE."
         )
-    return caps[0] if len(caps) == 1 else caps
+    return amount
 
 
 def to_counts(option: str, text: str | None) -> list[int] | None:

@@ -69,6 +69,8 @@ class TableCosts:
     schedule: Schedule | None = None
     """The schedule that was recorded, if the costs are from a recording."""
     memory_unit: MemoryUnit = ""
+    of_gathers: tuple[float, float, float] | None = None
+    """The `gather`, `reduce` and `gathered` of a rank's whole share, in place of the table's."""
 
     def table(self, placement: Placement) -> CostTable:
         """Return the costs of the stages, shared out along the model if their number differs.
@@ -77,9 +79,13 @@ class TableCosts:
         >>> costs.table(Placement.v(2)).forward
         (1.5, 1.5, 1.5, 1.5)
         """
-        if placement.num_stages == self.costs.num_stages:
-            return self.costs
-        return self.shares(placement.num_ranks).table(placement)
+        table = self.costs
+        if placement.num_stages != table.num_stages:
+            table = self.shares(placement.num_ranks).table(placement)
+        if self.of_gathers is None:
+            return table
+        gather, reduce, gathered = (tuple(_along((v,), placement)) for v in self.of_gathers)
+        return replace(table, gather=gather, reduce=reduce, gathered=gathered)
 
     def shares(self, num_ranks: int) -> ShareCosts:
         """Return the same costs along the model, for the shares of `num_ranks` ranks."""

@@ -30,6 +30,7 @@ def find_best(
                     clock=question.clock,
                     seconds=seconds / len(groups),
                     effort=effort,
+                    gathers=question.gathers,
                 )
             )
         except ScheduleError as error:  # Nothing with these placements fits.

@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 
 from penstock.costs.units import in_time
+from penstock.errors import ScheduleError
 from penstock.ir import Placement, Schedule
+from penstock.passes import remove_gathers
 from penstock.schedules.generator import Generator, Shape
 from penstock.sim import simulate
 from penstock.solver import Problem, lower_bound
 from penstock.solver.best_schedule import find_best
+from penstock.solver.gathered_search import best_gathers, check_room
 from penstock.solver.placement_choices import default_placements, describe
 from penstock.solver.problem import nothing_fits
 from penstock.solver.question import Question
@@ -69,12 +72,23 @@ class Comparison:
         return f"No schedule is faster than {', '.join(bounds)}."
 
     def add(self, name: str, schedule: Schedule) -> Row | None:
-        """Add a schedule, or leave it out if it has no backward."""
+        """Add a schedule, with the gathers of the question.
+
+        It is left out if it has no backward, or cannot have these gathers.
+        """
         if not schedule.has_backward:
             self.left_out[name] = "has no backward"
             return None
         problem, bound = self._bound(schedule.placement)
-        report = simulate(schedule, problem.costs)
+        gathers = self.question.gathers
+        if gathers is None:
+            report = simulate(schedule, problem.costs)
+        else:
+            placed = best_gathers(name, remove_gathers(schedule), problem, gathers)
+            if placed is None:
+                self.left_out[name] = "needs more stages at once than may be gathered"
+                return None
+            name, report = f"{name}, gathered {placed.policy}", placed.report
         time = problem.time_of(report)
         excess = self.question.describe_excess(problem, report)
         is_makespan = self.question.clock == "makespan"
@@ -114,7 +128,9 @@ class Comparison:
     def check_memory(self) -> None:
         """Raise an error if no schedule can fit, with the smallest memory that would."""
         problems = [problem for problem, _ in self._bounds.values()]
-        if all(problem.find_shortage() is not None for problem in problems):
+        if self.question.gathers is not None:
+            check_room(problems, self.question.gathers)
+        elif all(problem.find_shortage() is not None for problem in problems):
             raise nothing_fits(problems)
 
     def search(self) -> None:
@@ -124,7 +140,12 @@ class Comparison:
             if num_stages % question.num_ranks:
                 continue  # They come from a file and cannot be placed in another way.
             placements = default_placements(num_stages, question.num_ranks)
-            found = find_best(question, [placements], seconds=_SECONDS, effort=_EFFORT)
+            try:
+                found = find_best(question, [placements], seconds=_SECONDS, effort=_EFFORT)
+            except ScheduleError:
+                if question.gathers is None:
+                    raise
+                continue  # The gathers of other numbers of stages fit, or check_memory raises.
             self.add(SEARCHED, found.schedule)
 
     def _bound(self, placement: Placement) -> tuple[Problem, float]:

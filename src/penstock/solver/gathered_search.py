@@ -46,7 +46,7 @@ class Found(NamedTuple):
     is_complete: bool
 
 
-class _Placed(NamedTuple):
+class Placed(NamedTuple):
     """A schedule with its gathers."""
 
     name: str
@@ -55,11 +55,6 @@ class _Placed(NamedTuple):
     report: Report
     time: float
     fits: bool
-
-    @property
-    def rate(self) -> tuple[bool, float, float]:
-        """What fits is better, then what is faster, rounded, then what holds less."""
-        return not self.fits, float(f"{self.time:.9g}"), self.report.peak_memory
 
 
 def search_with_gathers(
@@ -79,14 +74,14 @@ def search_with_gathers(
     for one in sorted((one for each in found for one in each.schedules), key=_turn):
         names.setdefault(one.schedule, one.name)
     is_complete = all(one.is_complete for one in found)
-    placed: list[_Placed] = []
+    placed: list[Placed] = []
     for schedule, name in names.items():
         if name != SAFE and time.monotonic() > start + seconds:
             is_complete = False
             break
         problem = by_placement[schedule.placement]
         placed += _place(name, schedule, problem, policies)
-    best = min(placed, key=lambda one: one.rate, default=None)
+    best = min(placed, key=_rate, default=None)
     if best is None or not best.fits:
         raise _nothing_fits(problems, policies)
     return SearchResult(
@@ -101,6 +96,26 @@ def search_with_gathers(
     )
 
 
+def best_gathers(
+    name: str, schedule: Schedule, problem: Problem, gathers: GatherChoice
+) -> Placed | None:
+    """Return the schedule with the best gathers; None if it can have none of them."""
+    placed = _place(name, schedule, problem, _policies(gathers, [problem]))
+    return min(placed, key=_rate, default=None)
+
+
+def check_room(problems: Sequence[Problem], gathers: GatherChoice) -> None:
+    """Raise an error if nothing fits with gathers, with the smallest memory that would."""
+    policies = _policies(gathers, problems)
+    if not _groups(problems, policies):
+        raise _nothing_fits(problems, policies)
+
+
+def _rate(placed: Placed) -> tuple[bool, float, float]:
+    """Return a key: what fits is better, then what is faster, rounded, then what holds less."""
+    return not placed.fits, float(f"{placed.time:.9g}"), placed.report.peak_memory
+
+
 def _turn(one: Ungathered) -> tuple[bool, float]:
     """Return what to place gathers in first: what fits, so that there is a result in any case."""
     return one.name != SAFE, one.time
@@ -108,7 +123,7 @@ def _turn(one: Ungathered) -> tuple[bool, float]:
 
 def _place(
     name: str, schedule: Schedule, problem: Problem, policies: Sequence[Gathers]
-) -> Iterator[_Placed]:
+) -> Iterator[Placed]:
     """Yield the schedule with the gathers of each policy that it can have."""
     for policy in policies:
         try:
@@ -117,15 +132,15 @@ def _place(
             continue
         report = simulate(gathered, problem.costs)
         fits = problem.find_excess(report) is None
-        yield _Placed(name, policy, gathered, report, problem.time_of(report), fits)
+        yield Placed(name, policy, gathered, report, problem.time_of(report), fits)
 
 
-def _tried(placed: Sequence[_Placed]) -> tuple[Tried, ...]:
+def _tried(placed: Sequence[Placed]) -> tuple[Tried, ...]:
     """Return, for each way of making orders, the best of them with gathers."""
-    rows: dict[tuple[str, Placement], list[_Placed]] = {}
+    rows: dict[tuple[str, Placement], list[Placed]] = {}
     for one in placed:
         rows.setdefault((one.name, one.schedule.placement), []).append(one)
-    best = [(min(row, key=lambda one: one.rate), len(row)) for row in rows.values()]
+    best = [(min(row, key=_rate), len(row)) for row in rows.values()]
     return tuple(
         Tried(
             name=f"{one.name}, gathered {one.policy}",

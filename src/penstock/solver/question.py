@@ -7,6 +7,7 @@ from penstock.costs.units import in_memory
 from penstock.ir import Placement
 from penstock.schedules.generator import Clock
 from penstock.solver import Problem
+from penstock.solver.gathered_search import GatherChoice
 from penstock.timeline import Report
 
 
@@ -19,6 +20,8 @@ class Question:
     num_microbatches: int
     memory: float | tuple[float, ...] | None
     clock: Clock
+    gathers: GatherChoice | None = None
+    """The policy of gathers; None leaves schedules as they are."""
 
     def problem(self, placement: Placement) -> Problem:
         """Return the problem for schedules with this placement."""
