@@ -4,7 +4,7 @@ Used by tests/dist/test_meshes.py and by scripts/parallelisms.py, which makes a 
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -165,15 +165,15 @@ def _shard(module: nn.Module, meshes: Meshes, *, on: str = "both", **options: An
 
 
 @cache
-def _make_pairs(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """For each stage, a mesh of its processes in pairs."""
-    return [DeviceMesh("cpu", row.view(-1, 2)) for row in mesh.mesh.flatten(1)]
+def _meshes_of_twos(meshes: Meshes) -> list[DeviceMesh]:
+    """For each rank of the pipeline, its processes two by two."""
+    return [DeviceMesh("cpu", row.view(-1, 2)) for row in meshes.whole.mesh.flatten(1)]
 
 
 def _shard_to_two(module: nn.Module, meshes: Meshes) -> nn.Module:
     """`reshard_after_forward=2`: the mesh it makes must be made by all processes, which a stage's
     own processes alone would wait for. So all make those of all stages ahead."""
-    mine = _make_pairs(meshes.whole)[meshes["pp"].get_local_rank()]
+    mine = _meshes_of_twos(meshes)[meshes["pp"].get_local_rank()]
     original, _fsdp_init.DeviceMesh = _fsdp_init.DeviceMesh, lambda *_: mine
     try:
         return _shard(module, meshes, reshard_after_forward=2)
@@ -186,21 +186,51 @@ def _wrap_in_ddp(module: nn.Module, meshes: Meshes) -> nn.Module:
 
 
 TENSOR_PARALLEL = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-SEQUENCE_PARALLEL = {
-    "norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1)),
-    "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-}
 
 
-def _parallelize(module: nn.Module, meshes: Meshes) -> nn.Module:
+def _sequence_parallel(*, local: bool) -> dict[str, Any]:
+    """The plan by which blocks take and return parts of sequences, as tensors or as DTensors."""
+    column = ColwiseParallel(input_layouts=Shard(1))
+    row = RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
+    return {"norm": SequenceParallel(), "up": column, "down": row, "first": column, "second": row}
+
+
+def _parallelize(
+    module: nn.Module, meshes: Meshes, *, plan: dict[str, Any] | None = None
+) -> nn.Module:
+    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     for block in module.children():
-        parallelize_module(block, meshes["tp"], TENSOR_PARALLEL)
+        own = {name: style for name, style in (plan or {}).items() if hasattr(block, name)}
+        parallelize_module(block, meshes["tp"], own or TENSOR_PARALLEL)
+    for name in frozen:  # SequenceParallel makes new parameters, which all train.
+        module.get_parameter(name).requires_grad_(False)
     return module
 
 
 def _parallelize_and_shard(module: nn.Module, meshes: Meshes) -> nn.Module:
     return _shard(_parallelize(module, meshes), meshes)
+
+
+def mean_square(outputs: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs, target)
+
+
+def _mean_square_of_part(outputs: Tensor, target: Tensor) -> Tensor:
+    """The share of half of each sequence in the mean."""
+    return mean_square(outputs, target) / 2
+
+
+def _mean_square_of_dtensors(outputs: DTensor, target: DTensor) -> Tensor:
+    return mean_square(outputs.full_tensor(), target.full_tensor())
+
+
+def _own_part(tensor: Tensor, meshes: Meshes) -> Tensor:
+    mesh = meshes["tp"]
+    return tensor.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous()
+
+
+def _as_dtensor(tensor: Tensor, meshes: Meshes) -> Tensor:
+    return distribute_tensor(tensor, meshes["tp"], [Shard(1)])
 
 
 class Wrapping(NamedTuple):
@@ -209,6 +239,14 @@ class Wrapping(NamedTuple):
     wrap: Wrap
     dimensions: dict[str, int]
     """By name; their sizes for the smallest mesh that shows something."""
+    spread: Callable[[Tensor, Meshes], Tensor] = lambda tensor, _: tensor
+    """What a process is given of a replica's inputs and targets."""
+    loss_fn: Callable[[Any, Any], Tensor] = mean_square
+    rounds: bool = False
+    """True if FSDP2 computes in another dtype. The whole model is then wrapped alike."""
+
+
+MIXED_PRECISION = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
 
 
 WRAPPINGS = {
@@ -223,6 +261,19 @@ WRAPPINGS = {
     "replicate": Wrapping(lambda m, meshes: replicate(m, mesh=meshes["dp"]), {"dp": 2}),
     "TP": Wrapping(_parallelize, {"tp": 2}),
     "FSDP2 + TP": Wrapping(_parallelize_and_shard, {"dp": 2, "tp": 2}),
+    "SP": Wrapping(
+        partial(_parallelize, plan=_sequence_parallel(local=True)),
+        {"tp": 2},
+        _own_part,
+        _mean_square_of_part,
+    ),
+    "SP, DTensors": Wrapping(
+        partial(_parallelize, plan=_sequence_parallel(local=False)),
+        {"tp": 2},
+        _as_dtensor,
+        _mean_square_of_dtensors,
+    ),
+    "mixed precision": Wrapping(partial(_shard, mp_policy=MIXED_PRECISION), {"dp": 2}, rounds=True),
 }
 
 
@@ -268,10 +319,6 @@ def make_stages(model: str, num_stages: int) -> list[nn.Sequential]:
     return stages
 
 
-def mean_square(outputs: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(outputs, target)
-
-
 class Counts(NamedTuple):
     gathers: list[None]
     reductions: list[None]
@@ -300,17 +347,18 @@ def counting() -> Iterator[Counts]:
 
 
 def make_meshes(wrapping: str) -> Meshes:
-    dimensions = {"pp": 2, **WRAPPINGS[wrapping].dimensions}
-    return Meshes(_make_mesh(tuple(dimensions), tuple(dimensions.values())))
+    return _make_meshes(tuple({"pp": 2, **WRAPPINGS[wrapping].dimensions}.items()))
 
 
 @cache
-def _make_mesh(names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
-    """Make a mesh once: each of its groups has a thread that wakes up many times a second.
+def _make_meshes(dimensions: tuple[tuple[str, int], ...]) -> Meshes:
+    """One mesh for all cases of a process: the threads of its groups stay until the end.
 
-    Torch keeps them until the process ends, so new ones for every case would add up.
+    With a mesh for each case, 40 of them had 600 threads in every process, and each took longer
+    than the one before.
     """
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    names, sizes = zip(*dimensions, strict=True)
+    return Meshes(init_device_mesh("cpu", sizes, mesh_dim_names=names))
 
 
 Step = Callable[..., object]
@@ -341,21 +389,54 @@ def penstock_step(
         )
         for stage, module in own.items()
     ]
-    return own, penstock.Pipeline(stages, schedule, loss_fn=mean_square).step
+    loss_fn = WRAPPINGS[case.wrapping].loss_fn
+    return own, penstock.Pipeline(stages, schedule, loss_fn=loss_fn).step
+
+
+class Reference:
+    """The whole model: on the whole batch, or wrapped like the stages if these round."""
+
+    def __init__(self, case: Case, meshes: Meshes, num_stages: int) -> None:
+        self._wrapping = WRAPPINGS[case.wrapping]
+        self.stages: list[nn.Module] = list(make_stages(case.model, num_stages))
+        if self._wrapping.rounds:
+            if case.model == "compiled":
+                compile_blocks(self.stages)
+            self.stages = [self._wrapping.wrap(stage, meshes) for stage in self.stages]
+        self._ties = case.model == ACROSS_STAGES
+
+    def backward(self, x: Tensor, target: Tensor, own: slice) -> None:
+        """Compute the gradients of the mean over the batch; rows `own` are this replica's."""
+        if not self._wrapping.rounds:
+            mean_square(nn.Sequential(*self.stages)(x), target).backward()
+        else:
+            parts = [tensor[own].chunk(NUM_MICROBATCHES) for tensor in (x, target)]
+            for number, (part, goal) in enumerate(zip(*parts, strict=True), start=1):
+                for stage in self.stages:
+                    stage.set_requires_gradient_sync(number == NUM_MICROBATCHES)
+                loss = mean_square(nn.Sequential(*self.stages)(part), goal)
+                (loss / NUM_MICROBATCHES).backward()
+        if self._ties:
+            first, last = self.stages[0][0].up.weight, self.stages[-1][0].up.weight
+            first.grad = last.grad = first.grad + last.grad
+
+
+def compile_blocks(stages: Iterable[nn.Module]) -> None:
+    torch.compiler.reset()  # What other cases compiled must not count for this one.
+    for stage in stages:
+        for block in stage.children():
+            block.compile(backend="aot_eager")
 
 
 def run_case(case: Case, make_step: MakeStep = penstock_step) -> Found:
     """Train on this process's part of a mesh; compare with the whole model, on the whole batch."""
     meshes = make_meshes(case.wrapping)
     num_stages = penstock.schedules.get(case.schedule).stages_per_rank * 2
-    whole = make_stages(case.model, num_stages)
-    if case.model == ACROSS_STAGES:
-        whole[-1][0].up.weight = whole[0][0].up.weight
+    reference = Reference(case, meshes, num_stages)
+    whole = reference.stages
     modules = make_stages(case.model, num_stages)
     if case.model == "compiled":
-        for module in modules:
-            for block in module:
-                block.compile(backend="aot_eager")
+        compile_blocks(modules)
     own, step = make_step(case, modules, meshes)
     params = {
         stage: [p for p in module.parameters() if p.requires_grad] for stage, module in own.items()
@@ -365,21 +446,24 @@ def run_case(case: Case, make_step: MakeStep = penstock_step) -> Found:
         [p for of_stage in params.values() for p in of_stage], lr=0.1, foreach=False
     )
     whole_optimizer = torch.optim.SGD(
-        [p for p in nn.ModuleList(whole).parameters() if p.requires_grad], lr=0.1
+        [p for p in nn.ModuleList(whole).parameters() if p.requires_grad], lr=0.1, foreach=False
     )
     replica, num_replicas = 0, 1
     for name in meshes.replicas:
         replica = replica * meshes[name].size() + meshes[name].get_local_rank()
         num_replicas *= meshes[name].size()
     difference = 0.0
+    spread = WRAPPINGS[case.wrapping].spread
     for number in range(NUM_STEPS):
         torch.manual_seed(100 + number)
         x, target = torch.randn(2, ROWS * num_replicas, TOKENS, WIDTH).double()
         whole_optimizer.zero_grad()
-        mean_square(nn.Sequential(*whole)(x), target).backward()
+        rows = slice(replica * ROWS, (replica + 1) * ROWS)
+        reference.backward(x, target, rows)
         optimizer.zero_grad()
+        inputs, targets = (spread(tensor[rows], meshes) for tensor in (x, target))
         with counting() as counts:
-            step(x.chunk(num_replicas)[replica], target=target.chunk(num_replicas)[replica])
+            step(inputs, target=targets)
         for stage in own:
             for mine, theirs in zip(params[stage], expected[stage], strict=True):
                 assert theirs.grad is not None
@@ -399,11 +483,11 @@ def run_case(case: Case, make_step: MakeStep = penstock_step) -> Found:
     return Found(difference, len(states), len(counts.gathers), len(counts.reductions))
 
 
-def _difference(mine: Any, theirs: Tensor) -> float:
+def _difference(mine: Any, theirs: Any) -> float:
     if mine is None:
         return float("inf")
-    full = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
-    return (full - theirs).abs().max().item()
+    full, expected = (t.full_tensor() if isinstance(t, DTensor) else t for t in (mine, theirs))
+    return (full - expected).abs().max().item()
 
 
 def run_on_rank(_: dist.ProcessGroup, case: Case) -> Found:
