@@ -6,6 +6,7 @@ DISPATCH = "tests/solver/test_dispatch.py"
 ANNEAL = "tests/solver/test_anneal.py"
 PROBLEM = "tests/solver/test_problem.py"
 EXACT = "tests/solver/test_exact.py"
+GATHERED = "tests/solver/test_gathered_search.py"
 TESTS = "tests/solver/test_search.py"
 MUTANTS = [
     # Bounds that are too high, or lower than they could be.
@@ -160,6 +161,15 @@ MUTANTS = [
     ("solver/searching.py", "if time.monotonic() > self._deadline:", "if False:"),
     ("solver/searching.py", "round(self._effort * min(", "round(min("),
     ("solver/search_result.py", "return inf if self.time > 0 else 0.0", "return 0.0"),
+    # Gathers.
+    (
+        "solver/gathered_search.py",
+        "if name != SAFE and time.monotonic() > start + seconds:",
+        "if False:",
+        GATHERED,
+    ),
+    ("solver/gathered_search.py", "not placed.fits, float(", "float(", GATHERED),
+    ("solver/gathered_search.py", "aheads.append(2 * max(aheads))", "break", GATHERED),
     # Problems.
     ("solver/problem.py", "0.0 if ranks[edge] == ranks[edge + 1] else delay", "delay", PROBLEM),
     (

@@ -11,8 +11,9 @@ from math import inf
 from operator import add
 from typing import Literal, NamedTuple, TypeAlias
 
+from penstock.costs import CostTable
 from penstock.errors import ScheduleError
-from penstock.ir import Placement, Schedule
+from penstock.ir import Placement, Schedule, Unshard
 from penstock.passes import Gathers, add_gathers
 from penstock.sim import simulate
 from penstock.solver.bounds import lower_bound
@@ -29,6 +30,7 @@ SAFE = "one at a time"
 """The name of the schedule that fits if any does."""
 
 _SHARE_OF_ORDERS = 0.5  # Of the time; the rest is for placing gathers.
+_MOST_AHEADS = 6  # The number of ways to gather early: by at most 16 actions.
 
 
 class Ungathered(NamedTuple):
@@ -111,9 +113,10 @@ def check_room(problems: Sequence[Problem], gathers: GatherChoice) -> None:
         raise _nothing_fits(problems, policies)
 
 
-def _rate(placed: Placed) -> tuple[bool, float, float]:
-    """Return a key: what fits is better, then what is faster, rounded, then what holds less."""
-    return not placed.fits, float(f"{placed.time:.9g}"), placed.report.peak_memory
+def _rate(placed: Placed) -> tuple[bool, float, int, float]:
+    """Return a key: what fits is better, then less time, rounded, fewer gathers, less memory."""
+    gathers = sum(isinstance(action, Unshard) for row in placed.schedule.orders for action in row)
+    return not placed.fits, float(f"{placed.time:.9g}"), gathers, placed.report.peak_memory
 
 
 def _turn(one: Ungathered) -> tuple[bool, float]:
@@ -163,7 +166,25 @@ def _policies(gathers: GatherChoice, problems: Sequence[Problem]) -> list[Gather
             'or "auto" to choose one, or None if nothing is sharded.'
         )
     most = max(len(stages) for problem in problems for stages in problem.stages_of)
-    return [Gathers.once(), Gathers.per_need(), *(Gathers.at_most(k) for k in range(1, most))]
+    return [
+        policy
+        for ahead in _aheads(problems[0].costs)
+        for policy in (
+            Gathers.once(ahead=ahead),
+            Gathers.per_need(ahead=ahead),
+            *(Gathers.at_most(k, ahead=ahead) for k in range(1, most)),
+        )
+    ]
+
+
+def _aheads(costs: CostTable) -> list[int]:
+    """Return how early to gather: 1 and 0, then as early as the longest gather takes to hide."""
+    times = (*costs.forward, *costs.backward_input, *costs.backward_weight)
+    hidden = max(costs.gather) * len(times) / (sum(times) or 1.0)
+    aheads = [1, 0]
+    while max(aheads) < hidden and len(aheads) < _MOST_AHEADS:
+        aheads.append(2 * max(aheads))
+    return aheads
 
 
 def _groups(problems: Sequence[Problem], policies: Sequence[Gathers]) -> list[list[Problem]]:
