@@ -1,6 +1,6 @@
 """Pipelines inside meshes: data, sharded and tensor parallel, against the whole model.
 
-Used by tests/dist/test_meshes.py and by scripts/parallelisms.py, which makes a table of docs.
+Used by tests/dist/test_meshes.py and by scripts/parallelisms.py, which makes tables of docs.
 """
 
 import warnings

@@ -34,6 +34,8 @@ POLICIES = {
 
 
 def with_gathers(name: str, policy: Gathers) -> Schedule:
+    if name == "DualPipeV":  # Its overlaps need two stages at once.
+        policy = replace(policy, most=max(policy.most, 2))
     return add_gathers(schedules.get(name)(num_ranks=2, num_microbatches=4), policy)
 
 
