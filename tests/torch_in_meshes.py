@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.pipelining as torch_pipelining
 from torch import nn
 
-from mesh_training import NUM_MICROBATCHES, WRAPPINGS, Case, Found, Meshes, mean_square, run_case
+from mesh_training import NUM_MICROBATCHES, WRAPPINGS, Case, Found, Meshes, run_case
 
 TORCH_CLASSES: dict[str, tuple[Any, int, str]] = {
     "GPipe": (torch_pipelining.ScheduleGPipe, 1, "linear"),
@@ -37,11 +37,20 @@ def torch_step(
     own = {stage: WRAPPINGS[case.wrapping].wrap(modules[stage], meshes) for stage in held}
     group = meshes["pp"].get_group()
     stages = [
-        torch_pipelining.PipelineStage(module, stage, num_stages, "cpu", group=group)
+        torch_pipelining.PipelineStage(
+            module,
+            stage,
+            num_stages,
+            "cpu",
+            group=group,
+            get_mesh=lambda names, _: meshes[names],
+        )
         for stage, module in own.items()
     ]
     schedule = schedule_class(
-        stages[0] if per_rank == 1 else stages, NUM_MICROBATCHES, loss_fn=mean_square
+        stages[0] if per_rank == 1 else stages,
+        NUM_MICROBATCHES,
+        loss_fn=WRAPPINGS[case.wrapping].loss_fn,
     )
 
     def step(x: Any, *, target: Any) -> None:
