@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.compat import pipe_split as pipe_split
     from penstock.compat import pipeline as pipeline
     from penstock.compat import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from penstock.compiling import compile as compile
     from penstock.costs import CostTable as CostTable
     from penstock.cutting import Balanced as Balanced
     from penstock.cutting import CutModel as CutModel
@@ -84,6 +85,7 @@ _OWN_NAMES = {
     "Report": "timeline",
     "Schedule": "ir",
     "SearchResult": "solver",
+    "compile": "compiling",
     "count_layers": "cutting",
     "cut": "cutting",
     "cut_between_modules": "cutting",

@@ -8,6 +8,7 @@ Each is also the built-in exception that fits, so `except RuntimeError` keeps wo
     ├── BackwardError    (RuntimeError)   the split backward cannot run on these values
     ├── CommError        (RuntimeError)   another rank failed, or cannot be reached
     │   └── DeadlineError    (TimeoutError)   a message did not arrive in time
+    ├── CompileError     (ValueError)     a module cannot be compiled so that it can be split
     ├── CostError        (ValueError)     costs are inconsistent, or do not fit the schedule
     ├── DrawError        (ValueError)     a timeline cannot be drawn as asked
     ├── GradientError    (RuntimeError)   gradients cannot be clipped as asked
@@ -48,6 +49,10 @@ class CommError(PipelineError, RuntimeError):
 
 class DeadlineError(CommError, TimeoutError):
     """A message did not arrive in time; the text says which rank waited, for what and from whom."""
+
+
+class CompileError(PipelineError, ValueError):
+    """A module cannot be compiled as asked, so that its backward can be split."""
 
 
 class CostError(PipelineError, ValueError):

@@ -126,13 +126,12 @@ def test_parameters_of_the_loss_are_left_as_they_were() -> None:
     assert loss.scale.grad is None
 
 
-def test_compiled_stage_has_no_halves() -> None:
+@pytest.mark.filterwarnings("ignore:.* compiled by torch.compile")
+def test_stage_compiled_by_torch_holds_its_weight_gradients_after_the_input_backward() -> None:
     modules = mlp(2)
-    modules[1].compile(backend="eager")
+    modules[1].compile(backend="aot_eager")
     costs, _ = measure(modules, Placement.linear(2))
-    assert costs.backward[1] == costs.backward_input[1]
-    assert 0 == costs.backward_weight[1] == costs.after_input[1]
-    assert costs.backward_weight[0] > 0
+    assert sum(param.numel() * 8 for param in modules[1].parameters()) == costs.after_input[1]
     assert costs.after_forward[1] > ROW_BYTES
 
 

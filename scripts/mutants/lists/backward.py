@@ -241,7 +241,7 @@ SOURCES_MUTANTS = [
         "scale = self._alpha",
     ),
     (
-        "torch_private.py",
+        "torch_private/__init__.py",
         'if getattr(node, "_raw_saved_" + name).unpack_hook is not None:',
         "if False:",
     ),
@@ -633,7 +633,7 @@ GATHERS = "tests/dist/test_gathers_in_meshes.py -k as_often"
 
 SHARDING_MUTANTS = [
     (  # The computation waits for reductions.
-        "torch_private.py",
+        "torch_private/__init__.py",
         "context.reduce_scatter_max_input_buffers = inf",
         "pass",
         "tests/dist/test_overlapped_collectives.py",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 
+from penstock.backward.compiled_calls import CompiledCalls
 from penstock.backward.groups import ParamGroup
 from penstock.backward.harvesting import gradient_edge
 from penstock.backward.input_half import HalfPlan, plan_for, run_input_half
@@ -31,7 +32,7 @@ from penstock.backward.translate import translated
 from penstock.backward.wrappers import find_wrapper
 from penstock.errors import BackwardError
 from penstock.sealed import Sealed
-from penstock.torch_private import hooks_of_all_calls, own_parameters, pytree
+from penstock.torch_private import hooks_of_all_calls, own_parameters, pytree, sequence_number
 
 InputGrads: TypeAlias = tuple[Tensor | None, ...]
 
@@ -85,18 +86,20 @@ class SplitEngine(Sealed):
         self._parameters = [own for m in module.modules() if (own := own_parameters(m))]
         self._signals = any(_is_held(param) for param in self._trainable())
         self._must_walk = True
+        self._must_gather = False
         self._seal()
 
     def forward(self, *args: Any, **kwargs: Any) -> "PendingBackward":
         """Run the module. The returned object holds the outputs and runs their backward."""
         taps: list[Tap] = []
+        calls = CompiledCalls()
         token = object()
         self._sink.taps, self._sink.owner = taps, token
         inputs = tensors_in((args, kwargs))
         if hooks_of_all_calls:
             args, kwargs = pytree.tree_map_only(Tensor, _not_leaf, (args, kwargs))
         try:
-            with self._patched():
+            with self._patched(), calls.noted():
                 outputs = self.module(*args, **kwargs)
         finally:
             self._sink.taps = self._sink.owner = None
@@ -105,7 +108,7 @@ class SplitEngine(Sealed):
         for output in tensors_in(outputs):
             if output.grad_fn is not None and output.grad_fn not in outside:
                 output.grad_fn.register_prehook(self._sink.refusal_unless(token))
-        return PendingBackward(self, outputs, inputs, taps, token)
+        return PendingBackward(self, outputs, inputs, taps, calls, token)
 
     def __reduce__(self) -> tuple[type["SplitEngine"], tuple[nn.Module]]:
         """Build a copy from its module: leaf modules refer to the engine they were made for."""
@@ -127,9 +130,10 @@ class SplitEngine(Sealed):
     def needs_parameters(self) -> bool:
         """Return whether the weight half uses values of parameters, not only their shapes.
 
-        Known after the first input half. It does where products were found in the graph.
+        Known after the first input half. It does where products were found in the graph, or where
+        a compiled weight half takes parameters.
         """
-        return self._must_walk
+        return self._must_walk or self._must_gather
 
     def _input_half(
         self,
@@ -137,6 +141,7 @@ class SplitEngine(Sealed):
         root_grads: Sequence[Tensor],
         inputs: Sequence[Tensor],
         taps: list[Tap],
+        calls: CompiledCalls,
         token: object,
     ) -> tuple[Sequence[Tensor | None], "_Remainder"]:
         """Return the inputs' gradients and the work left for W, from one engine pass."""
@@ -147,16 +152,23 @@ class SplitEngine(Sealed):
             # Nodes that lead to a tap run in this pass and are released, so they cannot wait.
             plan = plan_for(roots, [*map(gradient_edge, inputs), *edges], params)
             self._must_walk = bool(plan.waiting)
-        with self._running(token), translated(roots):
+        splitting = calls.splitting() if inputs else nullcontext()
+        with self._running(token), translated(roots), splitting:
             input_grads, tap_grads, urgent_grads, groups = run_input_half(
                 plan, roots, root_grads, inputs, edges
             )
         work = WeightWork([], [])
         needed: list[Tensor] = []
         # In autograd's order, last first: a weight that several layers share is summed that way.
+        waiting = calls.take()
         for tap, grad in zip(reversed(taps), reversed(tap_grads), strict=True):
+            while waiting and waiting[0].sequence_number > sequence_number(tap.node):
+                needed += waiting.popleft().move_terms(work.terms)
             if grad is not None:
                 needed += tap.add_terms(grad, work.terms)
+        for call in waiting:
+            needed += call.move_terms(work.terms)
+        self._must_gather |= calls.needs_parameters
         for param, grad in zip(plan.urgent, urgent_grads, strict=True):
             if grad is not None:
                 needed.append(grad)
@@ -175,7 +187,8 @@ class SplitEngine(Sealed):
         if work.tails:
             with self._gathered(), self._running(token):
                 work.terms.extend(carry_on(work.tails, params))
-        settle(work.terms, signal_accumulators=self._signals)
+        with self._gathered() if self._must_gather else nullcontext():
+            settle(work.terms, signal_accumulators=self._signals)
 
     def _gathered(self) -> AbstractContextManager[None]:
         """Hold the values of all parameters, for a graph that leads through them."""
@@ -231,13 +244,20 @@ class PendingBackward:
         outputs: Any,
         inputs: list[Tensor],
         taps: list[Tap],
+        calls: CompiledCalls,
         token: object,
     ) -> None:
         self.outputs = outputs
         self.inputs = inputs
         self._engine = engine
         self._taps: list[Tap] | None = taps
+        self._calls = calls
         self._token = token
+
+    @property
+    def has_split_regions(self) -> bool:
+        """True if the forward has run regions that `penstock.compile` compiled."""
+        return self._calls.is_any_noted
 
     def backward_input(
         self, output_grads: Any = None, *, loss: Any = None
@@ -261,22 +281,23 @@ class PendingBackward:
             )
         roots, root_grads = pair_with_grads(self.outputs if loss is None else loss, output_grads)
         engine, token, inputs = self._engine, self._token, differentiable(self.inputs)
-        taps = self._taps
+        taps, calls = self._taps, self._calls
         self._taps = self.outputs = None
         if not inputs:
 
             def run_all() -> None:
-                _, remainder = engine._input_half(roots, root_grads, (), taps, token)
+                _, remainder = engine._input_half(roots, root_grads, (), taps, calls, token)
                 engine._settle(remainder, token)
 
-            return (None,) * len(self.inputs), PendingWeights(run_all)
-        grads, remainder = engine._input_half(roots, root_grads, inputs, taps, token)
+            return (None,) * len(self.inputs), PendingWeights(run_all, ())
+        grads, remainder = engine._input_half(roots, root_grads, inputs, taps, calls, token)
         if loss is not None and remainder.is_empty() and not any(g is not None for g in grads):
             raise BackwardError(
                 "the loss does not depend on any input or weight of this forward pass. Expected "
                 "a loss computed from its own outputs; pass it to the PendingBackward it came from."
             )
-        pending = PendingWeights(lambda: engine._settle(remainder, token))
+        held = remainder.unmodified.tensors
+        pending = PendingWeights(lambda: engine._settle(remainder, token), held)
         return spread_over(self.inputs, inputs, grads), pending
 
     def backward(self, output_grads: Any = None, *, loss: Any = None) -> InputGrads:
@@ -287,10 +308,14 @@ class PendingBackward:
 
 
 class PendingWeights:
-    """The weight backward that an input backward left. Run it once, at any later time."""
+    """The weight backward that an input backward left. Run it once, at any later time.
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    `held` lists tensors that it holds until then, where the input backward had products to leave.
+    """
+
+    def __init__(self, work: Callable[[], None], held: Sequence[Tensor]) -> None:
         self._work: Callable[[], None] | None = work
+        self.held = held
 
     def run(self) -> None:
         """Add the weight gradients to the parameters' `.grad`, run hooks, free everything."""
@@ -300,6 +325,7 @@ class PendingWeights:
                 "backward_input() returns its own."
             )
         work, self._work = self._work, None
+        self.held = ()
         work()
 
 

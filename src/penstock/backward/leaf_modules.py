@@ -28,7 +28,7 @@ from penstock.backward.sharded_products import (
 from penstock.backward.terms import (
     ConvolutionGeometry,
     ConvolutionGrads,
-    ConvolutionPart,
+    Part,
     SumTo,
     Term,
     is_column_major,
@@ -111,9 +111,9 @@ class Call(NamedTuple):
                 terms.append((bias, SumTo(grad, bias.shape)))
         else:
             grads = ConvolutionGrads(grad, x, weight.detach(), geometry, (True, bias is not None))
-            terms.append((weight, ConvolutionPart(grads, 0)))
+            terms.append((weight, Part(grads, 0)))
             if bias is not None:
-                terms.append((bias, ConvolutionPart(grads, 1)))
+                terms.append((bias, Part(grads, 1)))
 
 
 def _linear_product(grad: Tensor, x: Tensor, weight: Tensor) -> Term:
@@ -266,6 +266,8 @@ def _linear(module: nn.Module, params: _Params, sink: Sink) -> ForwardFunction:
 
     def forward(input: Tensor) -> Tensor:
         x = input  # Callers may use the module's own keyword.
+        if torch.compiler.is_compiling():  # In a function that the user compiles.
+            return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
         own = params.get()
         hooked = _are_saves_hooked()
         if own is None or not _can_defer(own[0], x, sink, hooked):
@@ -297,6 +299,8 @@ def _convolution(module: Any, params: _Params, sink: Sink) -> ForwardFunction:
 
     def forward(input: Tensor) -> Tensor:
         x = input  # Callers may use the module's own keyword.
+        if torch.compiler.is_compiling():  # In a function that the user compiles.
+            return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
         own = params.get()
         hooked = _are_saves_hooked()
         is_usual = own is not None and x.dim() == own[0].dim() and _is_zero_padded(module)

@@ -16,7 +16,7 @@ from penstock.backward.sharded_products import has_known_placements, is_sharded,
 from penstock.backward.terms import (
     ConvolutionGeometry,
     ConvolutionGrads,
-    ConvolutionPart,
+    Part,
     SumTo,
     Term,
     is_column_major,
@@ -141,7 +141,7 @@ class ConvolutionSource:
             grad, self._x, self._weight, self._geometry, (1 in asked, 2 in asked)
         )
         for use in self._uses:
-            work.add(use.target, ConvolutionPart(grads, use.edge - 1))
+            work.add(use.target, Part(grads, use.edge - 1))
 
 
 class AdditionSource:

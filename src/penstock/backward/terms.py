@@ -8,7 +8,7 @@ factor; we choose in the same way.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -191,12 +191,19 @@ class ConvolutionGrads:
         return taken
 
 
-class ConvolutionPart:
-    """The gradient of a convolution's weight (`which` is 0) or of its bias (1)."""
+class AbstractGrads(Protocol):
+    """Several gradients that one call computes, when the first of them is taken."""
+
+    def take(self, which: int) -> Tensor:
+        """Return a gradient, and stop holding it."""
+
+
+class Part:
+    """One of several gradients that one call computes, such as those of a convolution."""
 
     __slots__ = ("_grads", "_which")
 
-    def __init__(self, grads: ConvolutionGrads, which: int) -> None:
+    def __init__(self, grads: AbstractGrads, which: int) -> None:
         self._grads = grads
         self._which = which
 
@@ -204,7 +211,7 @@ class ConvolutionPart:
         return self._grads.take(self._which)
 
 
-Term: TypeAlias = MatrixProduct | ShardedProduct | SumTo | ConvolutionPart | Tensor
+Term: TypeAlias = MatrixProduct | ShardedProduct | SumTo | Part | Tensor
 """One part of a gradient. A tensor was already computed by autograd; others may hold it too."""
 
 
@@ -215,16 +222,16 @@ def value_of(term: Term) -> Tensor:
 class Unmodified:
     """The versions of tensors that W will need, to detect whether any was changed in place."""
 
-    __slots__ = ("_tensors", "_versions")
+    __slots__ = ("_versions", "tensors")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._versions = _versions(self._tensors)
+        self.tensors = list(tensors)
+        self._versions = _versions(self.tensors)
 
     def check(self) -> None:
-        now = _versions(self._tensors)
+        now = _versions(self.tensors)
         if now != self._versions:
-            changed = zip(self._tensors, now, self._versions, strict=True)
+            changed = zip(self.tensors, now, self._versions, strict=True)
             tensor = next(tensor for tensor, new, old in changed if new != old)
             raise modified(tensor, after="input backward", before="weight backward")
 

@@ -14,8 +14,10 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.torch_private import (
+    COMPILED_NODE,
     FULLY_SHARDED_NODE,
     compiled_call,
+    is_compiler_loaded,
     is_instance_if_loaded,
     is_optimized_module,
     is_replicated_by_ddp,
@@ -76,13 +78,22 @@ def is_sharded_graph(roots: Sequence[Tensor]) -> bool:
     """
     if "torch.distributed.fsdp" not in sys.modules or not dist.is_initialized():
         return False  # This avoids a search of the graph.
+    return _has_node(roots, FULLY_SHARDED_NODE)
+
+
+def is_compiled_graph(roots: Sequence[Tensor]) -> bool:
+    """Return whether a graph goes through code that torch.compile has compiled."""
+    return is_compiler_loaded() and _has_node(roots, COMPILED_NODE)
+
+
+def _has_node(roots: Sequence[Tensor], kind: str) -> bool:
     stack: list[Node | None] = [root.grad_fn for root in roots]
     seen: set[Node] = set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
-        if type(node).__name__ == FULLY_SHARDED_NODE:
+        if type(node).__name__ == kind:
             return True
         seen.add(node)
         stack += [following for following, _ in node.next_functions]

@@ -25,6 +25,7 @@ from penstock.microbatches.splitting import split_target
 from penstock.runtime.auto.auto_pilot import AutoPilot
 from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.auto.pilot import AbstractPilot
+from penstock.runtime.compiled_stages import compile_stages
 from penstock.runtime.connection import Connection
 from penstock.runtime.grad_norm import Clipping, measure_norm
 from penstock.runtime.losses import weigh_losses
@@ -74,6 +75,9 @@ class Pipeline(Sealed):
     With the schedule "auto", or an `Auto(...)` with options, the first steps are measured. The
     other steps run the best schedule that is found for the stages as they are placed.
 
+    With `compile`, the module of each stage is compiled in place, so that its backward can be
+    split; `penstock.compile` is for parts of a stage, and takes options.
+
     With `record`, the times of the last steps are kept, and `recording()` returns them.
 
     No wait lasts longer than `timeout` seconds. If any rank fails, all of them raise an error.
@@ -95,12 +99,15 @@ class Pipeline(Sealed):
         loss_weight: LossWeight | None = None,
         replica_group: dist.ProcessGroup | DeviceMesh | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
+        compile: bool = False,
         timeout: float = DEFAULT_TIMEOUT_S,
         record: bool = False,
     ) -> None:
         theirs = frozenset(self.__dict__)
         held = list(stages) if isinstance(stages, Sequence) else [stages]
         check_stages(held)
+        if compile:
+            compile_stages(held)
         self._stages = {stage.stage_index: stage for stage in held}
         self._first = held[0]
         self._specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec

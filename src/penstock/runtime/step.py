@@ -305,11 +305,14 @@ class Step:
         self.observer.memory.arrived(task.needs, arrived)
         if grads is None:
             return (None,) * len(flight.passage.inputs), do_nothing
-        with self.observer.memory.watching(stage, ()):
+        with self.observer.memory.watching(stage, ()) as note:
             if flight.loss is not None and not self.losses.counts(mb):
                 # The mean of no values is NaN, and zero times its gradient is not zero.
-                return flight.passage.backward_of_nothing()
-            return flight.passage.backward(grads, flight.loss)
+                result = flight.passage.backward_of_nothing()
+            else:
+                result = flight.passage.backward(grads, flight.loss)
+            note(flight.passage.held)
+        return result
 
     def _take_gradients(
         self, task: Task, flight: _InFlight

@@ -21,7 +21,7 @@ from penstock.runtime.pipeline_checks import (
     check_wrapped_early,
 )
 from penstock.runtime.rank_facts import RankFacts, check_skips
-from penstock.runtime.rank_programs import Programs, warn_of_compiled
+from penstock.runtime.rank_programs import Programs
 from penstock.runtime.recording.recorder import Recorder
 from penstock.runtime.step import Step
 from penstock.runtime.step_settings import Batch, Settings
@@ -166,15 +166,11 @@ class StepRunner:
             stage.refresh()
         if isinstance(self._pilot, AutoPilot) and not self._pilot.has_peers:
             check_replicas(list(self._stages.values()))
-        compiled = frozenset(i for i, stage in self._stages.items() if stage.is_compiled)
         sharded = frozenset(i for i, stage in self._stages.items() if stage.is_sharded)
         known = self._programs
-        wanted = compiled, self._skips, sharded
-        if known is None or (known.compiled, known.skips, known.sharded) != wanted:
+        wanted = self._skips, sharded
+        if known is None or (known.skips, known.sharded) != wanted:
             self._programs = Programs.make(self.schedule, self._first.group_rank, *wanted)
-            before = frozenset() if known is None else known.whole
-            if self._pilot is None:
-                warn_of_compiled(sorted(self._programs.whole - before))
         assert self._programs is not None
         if self._has_backward:
             for stage in self._stages.values():

@@ -17,6 +17,9 @@ WeightBackward: TypeAlias = Callable[[], None]
 class WholePassage:
     """A microbatch between its forward and its backward, in plain autograd."""
 
+    held: Sequence[Tensor] = ()
+    """The tensors that the weight backward holds, once the backward has run."""
+
     def __init__(
         self,
         outputs: Any,
@@ -58,6 +61,7 @@ class SplitPassage:
         self.outputs = forward.outputs
         self.inputs = forward.inputs
         self._forward = forward
+        self.held: Sequence[Tensor] = ()
         self._stand_ins: list[Any] = []
         leaves, structure = pytree.tree_flatten(self.outputs if is_last else None)
         if any(isinstance(leaf, Tensor) for leaf in leaves):
@@ -81,6 +85,7 @@ class SplitPassage:
             if all(grad is None for grad in output_grads):
                 return (None,) * len(self.inputs), do_nothing
             input_grads, pending = self._forward.backward_input(output_grads)
+        self.held = pending.held
         return input_grads, pending.run
 
     def backward_of_nothing(self) -> tuple[tuple[Tensor | None, ...], WeightBackward]:

@@ -1,5 +1,6 @@
 """A piece of the model, at its place in the pipeline."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -9,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.backward import SplitEngine
+from penstock.backward import PendingBackward, SplitEngine
 from penstock.backward.structure import tensors_in
-from penstock.backward.wrappers import is_compiled, outline
+from penstock.backward.wrappers import is_compiled, is_compiled_graph, outline
 from penstock.errors import PipeliningShapeError
 from penstock.ir import MicrobatchId, StageId
 from penstock.sealed import Sealed
@@ -167,7 +168,7 @@ class PipelineStage(Sealed):
 
     @property
     def is_compiled(self) -> bool:
-        """True if a part of the module is compiled, so that its backward cannot be split."""
+        """True if a part of the module is compiled, so that its operations cannot be watched."""
         return self._is_compiled
 
     @property
@@ -276,11 +277,29 @@ class PipelineStage(Sealed):
                 outputs = self.submod(*args, **kwargs)
                 builder = None if self.dw_builder is None else self._built_weight_backward
                 return WholePassage(outputs, tensors_in((args, kwargs)), builder)
+            is_new = self._engine is None
             if self._engine is None:
                 self._engine = SplitEngine(self.submod, sharding or None)
-            passage = SplitPassage(self._engine.forward(*args, **kwargs), is_last=self.is_last)
-            self._is_urgent = any(map(needs_grad, passage.inputs))
-            return passage
+            pending = self._engine.forward(*args, **kwargs)
+            self._is_urgent = any(map(needs_grad, pending.inputs))
+            if is_new and self._is_compiled and self._is_urgent:
+                self._warn_of_compiled_weights(pending)
+            return SplitPassage(pending, is_last=self.is_last)
+
+    def _warn_of_compiled_weights(self, pending: PendingBackward) -> None:
+        """Say that weights inside compiled modules get their gradients early, if there are any."""
+        if pending.has_split_regions or not is_compiled_graph(tensors_in(pending.outputs)):
+            return
+        for name, module in self.submod.named_modules():
+            if is_compiled(module) and any(w.requires_grad for w in module.parameters()):
+                warnings.warn(
+                    f"{self._place}: {f'its module {name!r}' if name else 'it'} was compiled by "
+                    "torch.compile, whose backward cannot be split. The gradients of its weights "
+                    "are computed in the input backward, so bubbles stay idle. Use "
+                    "penstock.compile in place of torch.compile.",
+                    stacklevel=2,
+                )
+                return
 
     def expect_last_grads(self) -> None:
         """Let a data-parallel wrapper reduce gradients in the backward that comes next."""

@@ -3,7 +3,7 @@
 An accelerator's allocator knows them. The CPU's does not: there, every operation is watched while
 a stage runs, and each storage that it makes counts as long as it is alive. Unlike hooks on what
 autograd saves, this does not disturb the split backward. Such hooks are used for compiled stages,
-whose operations cannot be watched and whose backward is never split.
+whose operations cannot be watched; there, what the weight backward holds is noted by itself.
 """
 
 from collections import defaultdict

@@ -103,8 +103,6 @@ class Measuring:
 
         forward, backward = median_s(Forward), median_s(Backward)
         after_forward = statistics.median(self._held.after_forward[stage])
-        if not self._timings[BackwardInput, stage]:  # It is compiled: its backward stays whole.
-            return StageCost(forward, backward, 0.0, backward, after_forward, 0.0)
         return StageCost(
             forward,
             median_s(BackwardInput),

@@ -1,4 +1,4 @@
-"""Every private name of torch that Penstock uses. No other file uses one.
+"""Every private name of torch that Penstock uses. No file outside this folder uses one.
 
 A name is private if its dotted path has an underscore, or if torch leaves it out of its docs.
 torch changes such names without notice. So this module first checks that all of them exist, and
@@ -63,6 +63,7 @@ NAMES = (
     "torch.nn:Module._backward_hooks",
     "torch.nn:Module._backward_pre_hooks",
     "torch.nn:Module._buffers",
+    "torch.nn:Module._call_impl",
     "torch.nn:Module._compiled_call_impl",
     "torch.nn:Module._forward_hooks",
     "torch.nn:Module._forward_pre_hooks",
@@ -185,6 +186,13 @@ def _load(name: str) -> Any:
         raise _lacking([name.replace(":", ".")]) from exc
 
 
+def load_names(names: Sequence[str]) -> list[Any]:
+    """Return the objects that `names` name; raise one error that lists all that are missing."""
+    if missing := missing_names(names):
+        raise _lacking(missing)
+    return list(map(resolve_name, names))
+
+
 # 2. Nested values.
 
 # Stages take and return nested tuples, lists, dicts and objects of classes that users registered.
@@ -246,6 +254,9 @@ peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 
 FULLY_SHARDED_NODE = "RegisterPostBackwardFunctionBackward"
 """The class of the node by which fully_shard notices a backward. Public: none."""
+
+COMPILED_NODE = "CompiledFunctionBackward"
+"""The class of the node of a graph that torch.compile has compiled. Public: none."""
 
 # 4. Tensors.
 

@@ -1,0 +1,110 @@
+"""Compiled regions that ran in an engine's forward, and what their input halves leave for W.
+
+`penstock.compile` compiles a region's backward in two halves. A region does not know the engine
+that runs it, so the engine notes the calls of its forward here, for the thread that runs it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from torch import Tensor
+
+from penstock.backward.terms import Part, Term
+
+WeightHalf = Callable[[list[object]], Sequence[Tensor]]
+"""Compiled code that returns weight gradients; it empties the list that it is given."""
+
+
+class CompiledGrads:
+    """The weight gradients of one call of a compiled region, which come from one graph."""
+
+    __slots__ = ("_found", "_kept", "_run")
+
+    def __init__(self, run: WeightHalf, kept: list[object]) -> None:
+        self._run = run
+        self._kept = kept
+        self._found: list[Tensor | None] = []
+
+    def take(self, which: int) -> Tensor:
+        """Return a gradient, and stop holding it."""
+        if self._kept:
+            self._found = list(self._run(self._kept))
+            self._kept = []
+        taken, self._found[which] = self._found[which], None
+        assert taken is not None  # it is taken once
+        return taken
+
+
+class Waiting(NamedTuple):
+    """The weight half of one call: terms of parameters, and the tensors that they need."""
+
+    sequence_number: int
+    """The place of the call among the nodes of the graph."""
+    terms: list[tuple[Tensor, Term]]
+    kept: list[Tensor]
+
+    def move_terms(self, terms: list[tuple[Tensor, Term]]) -> list[Tensor]:
+        """Add the terms to others; return the tensors that they need."""
+        terms += self.terms
+        return self.kept
+
+
+class CompiledCalls:
+    """The calls of compiled regions in one forward; `is_split` while its input half runs."""
+
+    __slots__ = ("_waiting", "is_any_noted", "is_split", "needs_parameters")
+
+    def __init__(self) -> None:
+        self.is_any_noted = False
+        self.is_split = False
+        self.needs_parameters = False
+        self._waiting: list[Waiting] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Let compiled regions that this thread calls find this object."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    @contextmanager
+    def splitting(self) -> Iterator[None]:
+        """Let compiled regions run their input halves, and leave the rest here."""
+        self.is_split = True
+        try:
+            yield
+        finally:
+            self.is_split = False
+
+    def leave(
+        self,
+        sequence_number: int,
+        run: WeightHalf,
+        kept: list[object],
+        params: Sequence[Tensor],
+    ) -> None:
+        """Leave the weight half of a call: `run` on `kept` returns the gradients of `params`."""
+        tensors = [value for value in kept if isinstance(value, Tensor)]
+        grads = CompiledGrads(run, kept)
+        terms: list[tuple[Tensor, Term]] = [
+            (param, Part(grads, which)) for which, param in enumerate(params)
+        ]
+        self._waiting.append(Waiting(sequence_number, terms, tensors))
+
+    def take(self) -> deque[Waiting]:
+        """Return what the calls have left, in the order of autograd: last calls first."""
+        found, self._waiting = self._waiting, []
+        return deque(sorted(found, key=lambda call: call.sequence_number, reverse=True))
+
+
+_current: ContextVar[CompiledCalls | None] = ContextVar("compiled_calls", default=None)
+
+
+def current_calls() -> CompiledCalls | None:
+    """Return the calls that the engine running in this thread notes, or None."""
+    return _current.get()

@@ -1,0 +1,190 @@
+"""What each half of a compiled backward computes and keeps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from interpreted_code import interpret
+from penstock.backward import SplitEngine
+from penstock.compiling.split_backend import SplitBackend
+
+ROWS, WIDTH = 6, 4
+
+
+class Halves:
+    """The graphs of one region: of the forward, and of the halves of its backward."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+
+    def keep(self, module: fx.GraphModule, inputs: Any, **details: Any) -> Callable[..., Any]:
+        self.graphs.append(module)
+        return interpret(module, inputs, **details)
+
+    def count(self, half: int, *names: str) -> int:
+        nodes = self.graphs[half].graph.nodes
+        return sum(str(node.target) in [f"aten.{name}" for name in names] for node in nodes)
+
+    def inputs(self, half: int) -> list[tuple[int, ...]]:
+        nodes = self.graphs[half].graph.nodes
+        return [tuple(n.meta["val"].shape) for n in nodes if n.op == "placeholder"]
+
+
+INPUT_HALF, WEIGHT_HALF = 1, 2
+
+
+def run(module: nn.Module, *inputs: Tensor, memory_budget: float | None = None) -> Halves:
+    """Split the backward of a compiled module; compare its gradients with those of autograd."""
+    torch._dynamo.reset()
+    halves = Halves()
+    backend = SplitBackend((), memory_budget, halves.keep)
+    engine = SplitEngine(torch.compile(module, backend=backend, dynamic=False))  # type: ignore[arg-type]
+    grads = []
+    for is_split in (True, False):
+        given = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        module.zero_grad()
+        for _ in range(2):  # The second adds to what the first has left.
+            if is_split:
+                pending = engine.forward(*given)
+                seed = torch.ones_like(pending.outputs)
+                _, weights = pending.backward_input(seed)
+                weights.run()
+                assert torch.equal(torch.ones_like(seed), seed)
+            else:
+                module(*given).backward(torch.ones_like(seed))
+        grads.append([param.grad for param in module.parameters()])
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+    return halves
+
+
+def rows(width: int = WIDTH) -> Tensor:
+    return torch.randn(ROWS, width, dtype=torch.float64, requires_grad=True)
+
+
+def doubles(*modules: nn.Module) -> nn.Module:
+    return nn.Sequential(*modules).double()
+
+
+def test_products_and_biases_of_weights_wait() -> None:
+    halves = run(doubles(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)), rows())
+    assert 2 == halves.count(INPUT_HALF, "mm.default")
+    assert 0 == halves.count(INPUT_HALF, "sum.dim_IntList")
+    assert 2 == halves.count(WEIGHT_HALF, "mm.default", "addmm.default")
+    assert 2 == halves.count(WEIGHT_HALF, "sum.dim_IntList")
+
+
+def test_the_weight_half_takes_the_inputs_and_gradients_of_layers_and_no_more() -> None:
+    halves = run(doubles(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)), rows())
+    # Each layer's input and the gradient of its output; no view of them, and no parameter.
+    expected = [(ROWS, WIDTH), (ROWS, WIDTH), (ROWS, 8), (ROWS, 8)]
+    assert expected == sorted(halves.inputs(WEIGHT_HALF))
+
+
+def test_norms_are_computed_early_as_waiting_would_keep_more() -> None:
+    halves = run(doubles(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)), rows())
+    assert 2 == len([shape for shape in halves.inputs(WEIGHT_HALF) if shape == (ROWS, WIDTH)])
+    assert 1 == halves.count(WEIGHT_HALF, "mm.default")
+
+
+def test_values_of_parameters_are_used_early() -> None:
+    """They may be freed before the weight half runs, as FSDP2 does."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64))
+            self.layer = nn.Linear(WIDTH, WIDTH).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(functional.relu(x * self.scale))
+
+    # Without memory for activations, the layer's input is computed again, from the scale.
+    halves = run(Scaled(), rows(), memory_budget=0)
+    assert (WIDTH,) not in halves.inputs(WEIGHT_HALF)
+    assert 1 == halves.count(WEIGHT_HALF, "mm.default")
+
+
+def test_both_gradients_of_a_convolution_are_computed_once() -> None:
+    module = doubles(nn.Conv1d(2, 3, 3))
+    halves = run(module, torch.randn(2, 2, 9, dtype=torch.float64, requires_grad=True))
+    assert 1 == halves.count(INPUT_HALF, "convolution_backward.default")
+    assert 1 == halves.count(WEIGHT_HALF, "convolution_backward.default")
+
+
+class Sums(nn.Module):
+    """Two parameters with one gradient, and one whose gradient is that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+        self.b = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+        self.c = nn.Parameter(torch.zeros(ROWS, WIDTH, dtype=torch.float64))
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.a + self.b + self.c
+
+
+def test_gradients_that_are_one_value_do_not_share_memory() -> None:
+    module = Sums()
+    run(module, rows())
+    grads = [param.grad for param in module.parameters()]
+    assert len(grads) == len({grad.data_ptr() for grad in grads if grad is not None})
+
+
+def test_random_numbers_are_drawn_once_and_early() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(functional.dropout(x, 0.5))
+
+    torch._dynamo.reset()
+    module, x = Noisy(), rows()
+    engine = SplitEngine(torch.compile(module, backend=SplitBackend(make_code=interpret)))  # type: ignore[arg-type]
+    grads = []
+    for is_split in (True, False):
+        module.zero_grad()
+        torch.manual_seed(1)
+        if is_split:
+            _, weights = engine.forward(x).backward_input(torch.ones(ROWS, WIDTH).double())
+            weights.run()
+        else:
+            engine.module(x).backward(torch.ones(ROWS, WIDTH).double())
+        grads.append([param.grad for param in module.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+def test_region_without_products_runs_whole() -> None:
+    run(doubles(nn.LayerNorm(WIDTH)), rows())
+
+
+# torch's compiler causes it itself, where a function is given a tensor that is not a leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_region_without_parameters_runs_whole_while_the_rest_is_split() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH).double()
+            self.square = torch.compile(
+                lambda x: x @ x.T, backend=SplitBackend(make_code=interpret)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.square(self.layer(x))
+
+    torch._dynamo.reset()
+    module, x = Scores(), rows()
+    _, weights = SplitEngine(module).forward(x).backward_input(torch.ones(ROWS, ROWS).double())
+    assert module.layer.weight.grad is None
+    weights.run()
+    found, module.layer.weight.grad = module.layer.weight.grad, None
+    y = module.layer(x)
+    (y @ y.T).sum().backward()
+    torch.testing.assert_close(module.layer.weight.grad, found, rtol=1e-12, atol=1e-12)
