@@ -29,7 +29,7 @@ Seen = dict[tuple[str, str], list[Tensor]]
 
 
 @pytest.mark.fuzz
-@examples(250, long=20_000)
+@examples(120, long=20_000)
 @given(cases())
 def test_gradients_equal_those_of_plain_autograd(case: Case) -> None:
     model = case.network.build()

@@ -9,7 +9,7 @@ from torch import nn
 import penstock
 from interpreted_code import interpret
 from penstock.backward import SplitEngine
-from penstock.compiling.module_compiler import split_backend
+from penstock.compiling.module_compiler import make_backend
 from penstock.compiling.split_backend import SplitBackend
 from penstock.errors import CompileError
 from penstock.torch_private.compiler import compile_in_place
@@ -43,11 +43,15 @@ def test_unknown_options_are_refused_as_torch_does() -> None:
         penstock.compile(nn.Linear(1, 1), options={"no_such": 1})
 
 
+def test_cuda_graphs_of_the_configuration_are_turned_off() -> None:
+    assert ("triton.cudagraphs", False) in make_backend().options
+
+
 def test_equal_options_make_equal_backends() -> None:
     """Otherwise torch would compile each of many equal blocks again."""
-    assert split_backend() == split_backend()
-    assert split_backend(options={"max_autotune": True}) != split_backend()
-    assert split_backend(memory_budget=0.5) != split_backend()
+    assert make_backend() == make_backend()
+    assert make_backend(options={"max_autotune": True}) != make_backend()
+    assert make_backend(memory_budget=0.5) != make_backend()
 
 
 # torch's compiler causes it itself, where a function is given a tensor that is not a leaf.

@@ -13,7 +13,6 @@ import penstock
 from interpreted_code import INTERPRETED, interpret
 from local_steps import FOUR_STAGES, assert_same, mlp, mlp_batch, step_locally, step_unsplit
 from penstock.backward import SplitEngine
-from penstock.compiling import module_compiler
 from penstock.compiling.split_backend import SplitBackend
 from penstock.errors import StageError
 from penstock.ir import Schedule
@@ -121,7 +120,8 @@ def test_compile_option_compiles_every_stage(monkeypatch: pytest.MonkeyPatch) ->
         return interpret(*args, **details)
 
     monkeypatch.setattr(
-        module_compiler, "SplitBackend", lambda *options: SplitBackend(*options, counting)
+        "penstock.compiling.split_backend.SplitBackend",
+        lambda *options: SplitBackend(*options, counting),
     )
     # torch's own modules are compiled too, which module.compile() would leave as they are.
     modules: list[nn.Module] = [

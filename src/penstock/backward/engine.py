@@ -179,14 +179,15 @@ class SplitEngine(Sealed):
         """Do the remaining work: the weight backward."""
         work, groups, unmodified = remainder
         unmodified.check()
-        params = self._trainable()
-        known = set(map(id, params))
-        for group in groups:
-            group.check(known)
-            group.add_work(work)
-        if work.tails:
-            with self._gathered(), self._running(token):
-                work.terms.extend(carry_on(work.tails, params))
+        if groups:
+            params = self._trainable()
+            known = set(map(id, params))
+            for group in groups:
+                group.check(known)
+                group.add_work(work)
+            if work.tails:
+                with self._gathered(), self._running(token):
+                    work.terms.extend(carry_on(work.tails, params))
         with self._gathered() if self._must_gather else nullcontext():
             settle(work.terms, signal_accumulators=self._signals)
 

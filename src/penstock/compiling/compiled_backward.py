@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 
 from penstock.compiling.graph_cut import GraphCut, cut_graph, part_convolutions
 from penstock.compiling.regions import Region
@@ -53,6 +53,10 @@ class CompiledBackward:
         self._whole: Code | None = None
         self._halves: _Halves | None = None
         self._cannot_split = False
+        if any(isinstance(value, SymInt) for value in inputs):
+            # Compiling may fix a size, which guards of the forward must know, so do it now.
+            self._get_whole()
+            self._get_halves()
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         call = self._region.take_call()

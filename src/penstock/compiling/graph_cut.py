@@ -99,6 +99,8 @@ def cut_graph(
     must += [out for n, out in enumerate(outputs) if _is_node(out) and n not in waiting]
     early = _early(must)
     waiting = [number for number in waiting if _ancestors([bases[number]], early)]
+    if not waiting:
+        return None
     late = _ancestors([outputs[number] for number in waiting], early)
     return _extract_halves(graph, outputs, waiting, early, late, parameters)
 

@@ -1,28 +1,33 @@
 """`penstock.compile`: torch.compile, with a backward that comes in two halves."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.compiling.split_backend import SplitBackend
 from penstock.errors import CompileError
-from penstock.torch_private.compiler import inductor_options
+
+if TYPE_CHECKING:
+    from penstock.compiling.split_backend import SplitBackend
 
 
-def split_backend(
+def make_backend(
     *,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
     memory_budget: float | None = None,
-) -> SplitBackend:
+) -> "SplitBackend":
     """Return the backend for these options; raise an error for those that cannot be split."""
     if memory_budget is not None and not 0 <= memory_budget <= 1:
         raise CompileError(
             f"memory_budget is {memory_budget}. Expected a share between 0, to compute all that "
             "can be computed again in the backward, and 1, to keep what is fastest."
         )
+    # These load torch's compiler, which takes seconds.
+    from penstock.compiling.split_backend import SplitBackend
+    from penstock.torch_private.compiler import inductor_options
+
     found = inductor_options(mode, options, dynamic)
     if found.get("triton.cudagraphs"):
         given = f"mode={mode!r}" if mode is not None else "the option 'triton.cudagraphs'"
@@ -31,6 +36,7 @@ def split_backend(
             "weight backward still needs. Leave it out, or use "
             "mode='max-autotune-no-cudagraphs'."
         )
+    found["triton.cudagraphs"] = False  # Also where torch's own configuration has it.
     return SplitBackend(tuple(sorted(found.items())), memory_budget)
 
 
@@ -62,7 +68,5 @@ def compile(
             "be split. Leave it out, or use torch.compile: what it compiles runs whole, in the "
             "input backward."
         )
-    backend = split_backend(
-        mode=mode, options=options, dynamic=dynamic, memory_budget=memory_budget
-    )
+    backend = make_backend(mode=mode, options=options, dynamic=dynamic, memory_budget=memory_budget)
     return torch.compile(model, backend=backend, dynamic=dynamic, **others)

@@ -6,7 +6,7 @@ put anything between a compiled backward's graph and the code that runs it.
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -88,10 +88,11 @@ class Setting(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Compile as if in the compilation that this is from."""
+        """Compile as if in the compilation that this is from, or still in it."""
+        is_over = self.tracing is not _TracingContext.try_get()
         with (
             _compile_lock,
-            _tracing(self.tracing),
+            _tracing(self.tracing) if is_over else nullcontext(),
             _compile_context(self.compiling),
             _DisableAutocast(),
             _inductor_config.patch(self.options),

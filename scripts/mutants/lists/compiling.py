@@ -1,0 +1,76 @@
+"""Compiled regions: the cut of their backward, their calls, and stages around them."""
+
+TESTS = "tests/compiling tests/runtime/test_compiled_stages.py"
+CUT = "tests/compiling/test_graph_cut.py"
+STAGES = "tests/runtime/test_compiled_stages.py"
+MUTANTS = [
+    (
+        "compiling/graph_cut.py",
+        "if wait and bases[number] is not None and bases.count(bases[number]) == 1",
+        "if wait and bases[number] is not None",
+        CUT,
+    ),
+    (
+        "compiling/graph_cut.py",
+        "    must += _uses_of(parameters, graph, late)\n",
+        "",
+        CUT,
+    ),
+    (
+        "compiling/graph_cut.py",
+        "if number in products or _needed(",
+        "if number in products or not _needed(",
+        CUT,
+    ),
+    ("compiling/graph_cut.py", "return str(node.target) in _VIEWS or (", "return (", CUT),
+    (
+        "compiling/graph_cut.py",
+        "        node.args = (*args, [True, False, False])\n",
+        "",
+        CUT,
+    ),
+    (
+        "compiling/compiled_backward.py",
+        "if call is None or not call.calls.is_split or (",
+        "if call is None or (",
+    ),
+    (
+        "compiling/compiled_backward.py",
+        "number is not None and _has_shape(out, self._region.parameters.get(number))",
+        "number is not None",
+    ),
+    ("compiling/regions.py", "or sequence_number(node) < first:", "or False:"),
+    (
+        "compiling/regions.py",
+        "own = {number: args[number] for number in self.parameters}",
+        "own = {number: args[min(self.parameters)] for number in self.parameters}",
+    ),
+    (
+        "compiling/module_compiler.py",
+        'found["triton.cudagraphs"] = False',
+        "pass",
+        "tests/compiling/test_compile_options.py",
+    ),
+    (
+        "backward/compiled_calls.py",
+        "key=lambda call: call.sequence_number, reverse=True",
+        "key=lambda call: call.sequence_number",
+    ),
+    (
+        "backward/compiled_calls.py",
+        "self.is_split = False\n\n    def leave",
+        "pass\n\n    def leave",
+    ),
+    (
+        "backward/engine.py",
+        "splitting = calls.splitting() if inputs else nullcontext()",
+        "splitting = nullcontext()",
+        CUT,
+    ),
+    (
+        "runtime/compiled_stages.py",
+        "compile_in_place(unwrapped(stage.submod), backend=backend)",
+        "unwrapped(stage.submod).compile(backend=backend)",
+        STAGES,
+    ),
+]
