@@ -234,9 +234,10 @@ def test_computes_run_beside_gathers_and_reductions_of_another_stage(
     for expected, found, recording in fresh_pool.run(2, train, text):
         assert all(map(torch.equal, expected, found))
         timeline = recording.steps[-1].timeline
-        # It begins when the gather of the first stage has ended, for which the forward waits.
-        began, ended = bar(timeline, Unshard(1))
-        assert began < bar(timeline, Forward(0, 0))[1] < ended
+        # It was started before the forward. Its bar may begin later: after the gather of the first
+        # stage, whose end a busy machine notes late.
+        _, ended = bar(timeline, Unshard(1))
+        assert bar(timeline, Forward(0, 0))[1] < ended
         began, ended = bar(timeline, ReduceGrads(1))
         compute_began, compute_ended = bar(timeline, last)
         assert began < compute_began < compute_ended < ended
