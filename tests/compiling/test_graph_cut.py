@@ -1,5 +1,6 @@
 """What each half of a compiled backward computes and keeps."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch.nn import functional
 
 from interpreted_code import interpret
 from penstock.backward import SplitEngine
+from penstock.compiling import compiled_backward
+from penstock.compiling.graph_cut import cut_graph
 from penstock.compiling.split_backend import SplitBackend
 
 ROWS, WIDTH = 6, 4
@@ -25,9 +28,12 @@ class Halves:
         self.graphs.append(module)
         return interpret(module, inputs, **details)
 
-    def count(self, half: int, *names: str) -> int:
+    def nodes(self, half: int, *names: str) -> list[fx.Node]:
         nodes = self.graphs[half].graph.nodes
-        return sum(str(node.target) in [f"aten.{name}" for name in names] for node in nodes)
+        return [node for node in nodes if str(node.target) in [f"aten.{name}" for name in names]]
+
+    def count(self, half: int, *names: str) -> int:
+        return len(self.nodes(half, *names))
 
     def inputs(self, half: int) -> list[tuple[int, ...]]:
         nodes = self.graphs[half].graph.nodes
@@ -84,6 +90,17 @@ def test_the_weight_half_takes_the_inputs_and_gradients_of_layers_and_no_more() 
     assert expected == sorted(halves.inputs(WEIGHT_HALF))
 
 
+def test_no_view_is_kept_beside_what_it_views() -> None:
+    module = doubles(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    halves = run(module, x)
+    (outputs,) = halves.graphs[INPUT_HALF].graph.output_node().args
+    views = halves.nodes(INPUT_HALF, "view.default", "permute.default", "_unsafe_view.default")
+    assert views
+    # The gradient of the input, which may be a view, is the first; what is made for W follows.
+    assert not set(outputs[1:]) & set(views)  # type: ignore[arg-type]  # nodes
+
+
 def test_norms_are_computed_early_as_waiting_would_keep_more() -> None:
     halves = run(doubles(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)), rows())
     assert 2 == len([shape for shape in halves.inputs(WEIGHT_HALF) if shape == (ROWS, WIDTH)])
@@ -100,7 +117,7 @@ def test_values_of_parameters_are_used_early() -> None:
             self.layer = nn.Linear(WIDTH, WIDTH).double()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(functional.relu(x * self.scale))
+            return self.layer(x * self.scale)
 
     # Without memory for activations, the layer's input is computed again, from the scale.
     halves = run(Scaled(), rows(), memory_budget=0)
@@ -111,8 +128,9 @@ def test_values_of_parameters_are_used_early() -> None:
 def test_both_gradients_of_a_convolution_are_computed_once() -> None:
     module = doubles(nn.Conv1d(2, 3, 3))
     halves = run(module, torch.randn(2, 2, 9, dtype=torch.float64, requires_grad=True))
-    assert 1 == halves.count(INPUT_HALF, "convolution_backward.default")
-    assert 1 == halves.count(WEIGHT_HALF, "convolution_backward.default")
+    for half, asked in ((INPUT_HALF, [True, False, False]), (WEIGHT_HALF, [False, True, True])):
+        (node,) = halves.nodes(half, "convolution_backward.default")
+        assert asked == node.args[-1]
 
 
 class Sums(nn.Module):
@@ -130,13 +148,18 @@ class Sums(nn.Module):
 
 
 def test_gradients_that_are_one_value_do_not_share_memory() -> None:
+    torch._dynamo.reset()
     module = Sums()
-    run(module, rows())
+    engine = SplitEngine(torch.compile(module, backend=SplitBackend(make_code=interpret)))  # type: ignore[arg-type]
+    seed = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    _, weights = engine.forward(rows()).backward_input(seed)
+    weights.run()
     grads = [param.grad for param in module.parameters()]
-    assert len(grads) == len({grad.data_ptr() for grad in grads if grad is not None})
+    tensors = [seed, *(grad for grad in grads if grad is not None)]
+    assert 6 == len(tensors) == len({tensor.data_ptr() for tensor in tensors})
 
 
-def test_random_numbers_are_drawn_once_and_early() -> None:
+def test_dropout_is_the_same_in_both_halves() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -162,7 +185,41 @@ def test_random_numbers_are_drawn_once_and_early() -> None:
 
 
 def test_region_without_products_runs_whole() -> None:
-    run(doubles(nn.LayerNorm(WIDTH)), rows())
+    halves = run(doubles(nn.LayerNorm(WIDTH)), rows())
+    assert 2 == len(halves.graphs)  # A forward and a backward.
+
+
+def test_random_numbers_of_a_backward_are_drawn_early() -> None:
+    graph = fx.Graph()
+    grad, x = graph.placeholder("grad"), graph.placeholder("x")
+    noise = graph.call_function(torch.ops.aten.rand_like.default, (x,))
+    noisy = graph.call_function(torch.ops.aten.mul.Tensor, (x, noise))
+    dw = graph.call_function(torch.ops.aten.mm.default, (grad, noisy))
+    dx = graph.call_function(torch.ops.aten.tanh.default, (grad,))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(2, 2)
+    graph.output((dx, dw))
+    cut = cut_graph(graph, [dx, dw], [False, True], ())
+    assert cut is not None
+    assert [noise] == cut.made
+    names = [str(node.target) for node in cut.weight_half.nodes if node.op == "call_function"]
+    assert ["aten.mul.Tensor", "aten.mm.default"] == names
+
+
+def test_region_whose_gradients_torch_does_not_name_runs_whole_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with DTensors, of whose gradients the graph has parts."""
+    monkeypatch.setattr(compiled_backward, "argument_of_gradient", lambda _: None)
+    expected = (
+        "its backward cannot be split. Its parameters are DTensors or other subclasses, whose "
+        "gradients the compiled graph has in parts. It runs whole, in the input backward: "
+        "gradients are right, but bubbles stay idle. To split it, leave this part uncompiled."
+    )
+    with pytest.warns(UserWarning, match=re.escape(expected)) as seen:
+        halves = run(doubles(nn.Linear(WIDTH, WIDTH)), rows())
+    assert 1 == len([each for each in seen if expected in str(each.message)])
+    assert 2 == len(halves.graphs)
 
 
 # torch's compiler causes it itself, where a function is given a tensor that is not a leaf.

@@ -13,9 +13,11 @@ import penstock
 from interpreted_code import INTERPRETED, interpret
 from local_steps import FOUR_STAGES, assert_same, mlp, mlp_batch, step_locally, step_unsplit
 from penstock.backward import SplitEngine
+from penstock.backward.wrappers import is_compiled
 from penstock.compiling.split_backend import SplitBackend
 from penstock.errors import StageError
 from penstock.ir import Schedule
+from penstock.torch_private.compiler import compile_in_place
 
 # torch's compiler causes it itself, where a module is given a tensor that is not a leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -131,6 +133,7 @@ def test_compile_option_compiles_every_stage(monkeypatch: pytest.MonkeyPatch) ->
     expected = step_unsplit(modules, batch)
     found = step_locally(modules, FOUR_STAGES["ZB-V"], batch, compile=True)
     assert num_graphs > 0
+    assert all(map(is_compiled, modules))
     assert_same(expected, found)
 
 
@@ -138,11 +141,38 @@ def test_compile_option_refuses_stages_that_are_compiled() -> None:
     modules = mlp()
     modules[1].compile(backend="eager")
     expected = (
-        "compile is True, but a part of stage 1 on rank 1 is compiled already. Leave compile out, "
-        "or compile no part."
+        "compile is True, but a part of stage 1 on rank 1 is compiled already. Expected stages "
+        "without compiled parts. Leave compile out, or pass modules that are not compiled."
     )
     with pytest.raises(StageError, match=re.escape(expected)):
         step_locally(modules, FOUR_STAGES["1F1B"], mlp_batch(), compile=True)
+
+
+def test_gradient_that_a_forward_takes_itself_is_whole() -> None:
+    """A split one would leave its weight half to the stage's own weight backward."""
+
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score = nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+            self.out = nn.Linear(WIDTH, WIDTH).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = x.detach().requires_grad_()
+            with torch.enable_grad():
+                (slope,) = torch.autograd.grad(self.score(inner).sum(), inner)
+            return self.out(x + slope)  # type: ignore[no-any-return]  # untyped
+
+    module = Scored()
+    compile_in_place(module.score, backend=INTERPRETED)
+    x = torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
+    _, pending = SplitEngine(module).forward(x).backward_input(torch.ones(4, WIDTH).double())
+    pending.run()
+    assert module.score[0].weight.grad is None
+    found = module.out.weight.grad
+    module.zero_grad()
+    module(x).sum().backward()
+    torch.testing.assert_close(module.out.weight.grad, found)
 
 
 def test_compiled_stages_can_be_measured() -> None:

@@ -22,6 +22,12 @@ MUTANTS = [
         "if number in products or not _needed(",
         CUT,
     ),
+    (
+        "compiling/graph_cut.py",
+        "    must += [node for node in graph.nodes if _has_effects(node)]\n",
+        "",
+        CUT,
+    ),
     ("compiling/graph_cut.py", "return str(node.target) in _VIEWS or (", "return (", CUT),
     (
         "compiling/graph_cut.py",
@@ -31,8 +37,8 @@ MUTANTS = [
     ),
     (
         "compiling/compiled_backward.py",
-        "if call is None or not call.calls.is_split or (",
-        "if call is None or (",
+        "is_split = call is not None and call.calls.is_splitting",
+        "is_split = call is not None",
     ),
     (
         "compiling/compiled_backward.py",
@@ -58,15 +64,10 @@ MUTANTS = [
     ),
     (
         "backward/compiled_calls.py",
-        "self.is_split = False\n\n    def leave",
-        "pass\n\n    def leave",
+        "        finally:\n            self.is_splitting = False\n",
+        "        finally:\n            pass\n",
     ),
-    (
-        "backward/engine.py",
-        "splitting = calls.splitting() if inputs else nullcontext()",
-        "splitting = nullcontext()",
-        CUT,
-    ),
+    ("backward/engine.py", "with self._patched(), calls.noted():", "with self._patched():", CUT),
     (
         "runtime/compiled_stages.py",
         "compile_in_place(unwrapped(stage.submod), backend=backend)",

@@ -38,7 +38,7 @@ class CompiledGrads:
         return taken
 
 
-class Waiting(NamedTuple):
+class WaitingCall(NamedTuple):
     """The weight half of one call: terms of parameters, and the tensors that they need."""
 
     sequence_number: int
@@ -53,15 +53,15 @@ class Waiting(NamedTuple):
 
 
 class CompiledCalls:
-    """The calls of compiled regions in one forward; `is_split` while its input half runs."""
+    """The calls of compiled regions in one forward; `is_splitting` while its input half runs."""
 
-    __slots__ = ("_waiting", "is_any_noted", "is_split", "needs_parameters")
+    __slots__ = ("_waiting", "is_any_noted", "is_splitting", "needs_parameters")
 
     def __init__(self) -> None:
         self.is_any_noted = False
-        self.is_split = False
+        self.is_splitting = False
         self.needs_parameters = False
-        self._waiting: list[Waiting] = []
+        self._waiting: list[WaitingCall] = []
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -71,15 +71,6 @@ class CompiledCalls:
             yield
         finally:
             _current.reset(token)
-
-    @contextmanager
-    def splitting(self) -> Iterator[None]:
-        """Let compiled regions run their input halves, and leave the rest here."""
-        self.is_split = True
-        try:
-            yield
-        finally:
-            self.is_split = False
 
     def leave(
         self,
@@ -94,9 +85,18 @@ class CompiledCalls:
         terms: list[tuple[Tensor, Term]] = [
             (param, Part(grads, which)) for which, param in enumerate(params)
         ]
-        self._waiting.append(Waiting(sequence_number, terms, tensors))
+        self._waiting.append(WaitingCall(sequence_number, terms, tensors))
 
-    def take(self) -> deque[Waiting]:
+    @contextmanager
+    def splitting(self) -> Iterator[None]:
+        """Let compiled regions run their input halves, and leave the rest here."""
+        self.is_splitting = True
+        try:
+            yield
+        finally:
+            self.is_splitting = False
+
+    def take(self) -> deque[WaitingCall]:
         """Return what the calls have left, in the order of autograd: last calls first."""
         found, self._waiting = self._waiting, []
         return deque(sorted(found, key=lambda call: call.sequence_number, reverse=True))

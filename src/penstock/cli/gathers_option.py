@@ -27,9 +27,9 @@ def read_gathers(text: str | None) -> GatherChoice | None:
         len(words) + len(numbers) == len(parts)
         and words in ([], ["once"], ["per-need"])
         and numbers.keys() <= {"at-most", "ahead"}
-        and all(number.isdecimal() for number in numbers.values())
         and not (words == ["once"] and "at-most" in numbers)
-        and numbers.get("at-most") != "0"
+        and all(number.isdecimal() for number in numbers.values())
+        and int(numbers.get("at-most", 1)) > 0
     )
     if not is_known:
         raise OptionError(

@@ -53,6 +53,8 @@ class CompiledBackward:
         self._whole: Code | None = None
         self._halves: _Halves | None = None
         self._cannot_split = False
+        self._has_unknown_gradients = False
+        """True if nothing can wait, and torch does not say whose gradient is whose."""
         if any(isinstance(value, SymInt) for value in inputs):
             # Compiling may fix a size, which guards of the forward must know, so do it now.
             self._get_whole()
@@ -60,12 +62,15 @@ class CompiledBackward:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         call = self._region.take_call()
-        if call is None or not call.calls.is_split or (halves := self._get_halves()) is None:
+        is_split = call is not None and call.calls.is_splitting
+        if call is None or not is_split or (halves := self._get_halves()) is None:
+            if is_split and self._has_unknown_gradients:
+                self._warn_of_unknown_gradients()
             return self._get_whole()(args)
         kept = [args[number] for number in halves.cut.passed]
         found = halves.input_half(args)
-        early = halves.cut.early
-        results = [None] * (len(early) + len(halves.cut.late))
+        early = halves.cut.early_outputs
+        results = [None] * (len(early) + len(halves.cut.late_outputs))
         for number, value in zip(early, found, strict=False):
             results[number] = value
         call.calls.needs_parameters |= halves.cut.needs_parameters
@@ -80,16 +85,18 @@ class CompiledBackward:
     def _get_whole(self) -> Code:
         if self._whole is None:
             with self._setting.restored():
-                graph = copy.deepcopy(self._module.graph)
-                self._whole = self._compile(graph, self._inputs, **self._details)
+                if self._whole is None:  # Another thread may have compiled it.
+                    graph = copy.deepcopy(self._module.graph)
+                    self._whole = self._compile(graph, self._inputs, **self._details)
         return self._whole
 
     def _get_halves(self) -> _Halves | None:
         """Return the halves; None if the backward has nothing that can wait."""
         if self._halves is None and not self._cannot_split:
             with self._setting.restored():
-                self._halves = self._compile_halves()
-            self._cannot_split = self._halves is None
+                if self._halves is None and not self._cannot_split:
+                    self._halves = self._compile_halves()
+                    self._cannot_split = self._halves is None
         return self._halves
 
     def _compile_halves(self) -> _Halves | None:
@@ -103,8 +110,7 @@ class CompiledBackward:
         ]
         cut = cut_graph(graph, outputs, can_wait, self._given_parameters(graph))
         if cut is None:
-            if not set(self._region.parameters) <= set(params):
-                self._warn_of_unknown_gradients()
+            self._has_unknown_gradients = not set(self._region.parameters) <= set(params)
             return None
         donated = [n for n in self._setting.donated if n not in cut.passed]
         for half in (cut.input_half, cut.weight_half):
@@ -115,15 +121,16 @@ class CompiledBackward:
         details = {**self._details, "static_input_idxs": ()}
         with self._setting.donating([]):
             weight_half = self._compile(cut.weight_half, given, **details)
-        return _Halves(input_half, weight_half, cut, [params[n] for n in cut.late])  # type: ignore[misc]
+        return _Halves(input_half, weight_half, cut, [params[n] for n in cut.late_outputs])  # type: ignore[misc]
 
     def _warn_of_unknown_gradients(self) -> None:
-        """Say, once for a region, that torch does not tell whose gradient is whose."""
+        """Say, once for a region, why its backward is not split."""
+        self._has_unknown_gradients = False
         warnings.warn(
-            f"the backward of {self._region} cannot be split, as its parameters are tensors of "
-            "other classes, such as DTensor, whose gradients the compiled graph has in parts. It "
-            "runs whole, in the input backward: gradients are right, but bubbles stay idle. "
-            "Without compilation, this part could be split.",
+            f"{self._region}: its backward cannot be split. Its parameters are DTensors or other "
+            "subclasses, whose gradients the compiled graph has in parts. It runs whole, in the "
+            "input backward: gradients are right, but bubbles stay idle. To split it, leave this "
+            "part uncompiled.",
             stacklevel=2,
         )
 

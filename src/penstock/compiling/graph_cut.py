@@ -27,7 +27,7 @@ _PRODUCTS = {
     "aten._scaled_grouped_mm.default",
     "aten._scaled_mm.default",
 }
-"""What makes it worth while to let a gradient wait."""
+"""Operations that make it worthwhile to let a gradient wait."""
 _VIEWS = {
     "aten.expand.default",
     "aten.permute.default",
@@ -51,8 +51,8 @@ class GraphCut(NamedTuple):
     half. That takes these, then the inputs that are `passed` on, by number.
     """
 
-    early: list[int]
-    late: list[int]
+    early_outputs: list[int]
+    late_outputs: list[int]
     made: list[Node]
     passed: list[int]
     needs_parameters: bool
@@ -88,12 +88,12 @@ def cut_graph(
     late = _ancestors([outputs[number] for number in products], early)
     must += _uses_of(parameters, graph, late)
     early = _early(must)
-    kept = _needed(_ancestors([outputs[number] for number in products], early), early)
+    kept = _needed(_ancestors([outputs[number] for number in products], early))
     # Others, such as sums for biases, wait only if that keeps no more.
     waiting = [
         number
         for number in own
-        if number in products or _needed(_ancestors([outputs[number]], early), early) <= kept
+        if number in products or _needed(_ancestors([outputs[number]], early)) <= kept
     ]
     # Those that do not wait may compute what others need.
     must += [out for n, out in enumerate(outputs) if _is_node(out) and n not in waiting]
@@ -114,14 +114,14 @@ def _extract_halves(
     parameters: Collection[Node],
 ) -> GraphCut:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    kept = _needed(late, early)
+    kept = _needed(late)
     made = [node for node in graph.nodes if node in kept and node in early]
     passed = [number for number, node in enumerate(inputs) if node in kept]
     others = [number for number in range(len(outputs)) if number not in waiting]
     again = _ancestors([n for node in late for n in node.all_input_nodes], late | kept)
     return GraphCut(
-        early=others,
-        late=list(waiting),
+        early_outputs=others,
+        late_outputs=list(waiting),
         made=made,
         passed=passed,
         needs_parameters=not kept.isdisjoint(parameters),
@@ -136,7 +136,7 @@ def _extract_halves(
 
 
 def part_convolutions(graph: fx.Graph) -> None:
-    """Make two nodes of each one that computes gradients of a convolution's input and weight."""
+    """Split each convolution backward in two: the input's gradient, and the weight's and bias's."""
     for node in list(graph.nodes):
         if str(node.target) != "aten.convolution_backward.default":
             continue
@@ -155,7 +155,7 @@ def part_convolutions(graph: fx.Graph) -> None:
 
 
 def _uses_of(parameters: Collection[Node], graph: fx.Graph, late: set[Node]) -> list[Node]:
-    """Return the late nodes that use values of parameters, unless a product comes before them."""
+    """Return the late nodes that use values of parameters, except products and what follows."""
     values = set(parameters)
     after_product: set[Node] = set()
     found = []
@@ -195,7 +195,7 @@ def _ancestors(nodes: Iterable[Node | None], stop: Collection[Node]) -> set[Node
     return found
 
 
-def _needed(late: set[Node], early: set[Node]) -> set[Node]:
+def _needed(late: set[Node]) -> set[Node]:
     """Return what the late nodes take from the inputs or from early nodes, below views."""
     found = set()
     stack = [node for user in late for node in user.all_input_nodes if node not in late]

@@ -18,11 +18,17 @@ def make_backend(
     dynamic: bool | None = None,
     memory_budget: float | None = None,
 ) -> "SplitBackend":
-    """Return the backend for these options; raise an error for those that cannot be split."""
+    """Return the backend for these options; raise an error for options that rule out a split."""
+    if mode is not None and options is not None:
+        raise CompileError(
+            f"mode={mode!r} and options were both given. Expected one of them, as in "
+            "torch.compile. Put what the mode sets into options, or leave one out."
+        )
     if memory_budget is not None and not 0 <= memory_budget <= 1:
         raise CompileError(
             f"memory_budget is {memory_budget}. Expected a share between 0, to compute all that "
-            "can be computed again in the backward, and 1, to keep what is fastest."
+            "can be computed again in the backward, and 1, to keep what is fastest. Leave it out "
+            "for torch's default."
         )
     # These load torch's compiler, which takes seconds.
     from penstock.compiling.split_backend import SplitBackend

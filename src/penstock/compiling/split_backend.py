@@ -17,7 +17,7 @@ from penstock.torch_private.compiler import (
 
 @dataclass(frozen=True, slots=True)
 class SplitBackend:
-    """A backend; two with the same options are equal, so that torch uses code of one for both."""
+    """A backend. Two with equal options are equal, so torch shares their code."""
 
     options: tuple[tuple[str, Any], ...] = ()
     memory_budget: float | None = None

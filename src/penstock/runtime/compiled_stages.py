@@ -13,10 +13,18 @@ def compile_stages(stages: Sequence[PipelineStage]) -> None:
     from penstock.torch_private.compiler import compile_in_place  # It takes seconds to load.
 
     for stage in stages:
+        stage.refresh()
+        place = f"stage {stage.stage_index} on rank {stage.group_rank}"
         if stage.is_compiled:
             raise StageError(
-                f"compile is True, but a part of stage {stage.stage_index} on rank "
-                f"{stage.group_rank} is compiled already. Leave compile out, or compile no part."
+                f"compile is True, but a part of {place} is compiled already. Expected stages "
+                "without compiled parts. Leave compile out, or pass modules that are not compiled."
+            )
+        if stage.is_sharded:
+            raise StageError(
+                f"compile is True, but {place} is sharded by fully_shard or replicate. Expected "
+                "modules that are compiled before they are sharded. Call penstock.compile on "
+                "them, then fully_shard."
             )
     backend = make_backend()
     for stage in stages:

@@ -106,8 +106,6 @@ class Pipeline(Sealed):
         theirs = frozenset(self.__dict__)
         held = list(stages) if isinstance(stages, Sequence) else [stages]
         check_stages(held)
-        if compile:
-            compile_stages(held)
         self._stages = {stage.stage_index: stage for stage in held}
         self._first = held[0]
         self._specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
@@ -147,6 +145,8 @@ class Pipeline(Sealed):
             self._meet,
             self._abandon,
         )
+        if compile:
+            compile_stages(held)  # Last: where anything above raises, no module is changed.
         self._seal(theirs)
 
     @property

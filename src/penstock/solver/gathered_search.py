@@ -236,6 +236,6 @@ def _nothing_fits(problems: Sequence[Problem], policies: Sequence[Gathers]) -> S
     return ScheduleError(
         f"Nothing fits: with {' or '.join(map(str, policies))} as the policy of gathers, one "
         f"microbatch and the gathered stages of a rank hold {in_full(float(least))}, but the caps "
-        f"are {', '.join(map(in_full, problems[0].caps))}. Allow that, use smaller microbatches, "
-        "or cut the model into more stages."
+        f"are {', '.join(map(in_full, problems[0].caps))}. Raise the caps, use smaller "
+        "microbatches, or cut the model into more stages."
     )

@@ -1,7 +1,7 @@
 """The private names of torch's compiler, which takes seconds to load.
 
-Only `penstock.compile` imports this file. Public: none of these names; torch has no public way to
-put anything between a compiled backward's graph and the code that runs it.
+It is imported when something is first compiled. Public: none of these names; torch has no public
+way to put anything between a compiled backward's graph and the code that runs it.
 """
 
 import warnings
@@ -88,7 +88,7 @@ class Setting(NamedTuple):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Compile as if in the compilation that this is from, or still in it."""
+        """Restore the compilation that this was taken from, unless it is still running."""
         is_over = self.tracing is not _TracingContext.try_get()
         with (
             _compile_lock,

@@ -1,0 +1,114 @@
+"""Calls of compiled regions: whose backward runs, in which order, and what a failure leaves."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from interpreted_code import INTERPRETED
+from penstock.backward import SplitEngine
+
+# torch's compiler causes it itself, where a module is given a tensor that is not a leaf.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+WIDTH = 4
+
+
+class Passing(nn.Module):
+    """A module that also returns its input, which another region made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.tanh(self.layer(x))
+
+
+class Chain(nn.Module):
+    def __init__(self, *modules: nn.Module, times: int = 1) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            for part in self.parts:
+                first, second = part(x)
+                x = first + second
+        return x
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    module.compile(backend=INTERPRETED, dynamic=False)
+    return module
+
+
+def grads_of(module: nn.Module) -> list[Any]:
+    found = [param.grad for param in module.parameters()]
+    module.zero_grad()
+    return found
+
+
+def split_once(module: nn.Module, x: Tensor, grad: Tensor) -> None:
+    _, weights = SplitEngine(module).forward(x).backward_input(grad)
+    weights.run()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(3, WIDTH, requires_grad=True), torch.randn(3, WIDTH)
+
+
+def test_call_that_returns_its_input_is_told_from_the_call_that_made_it() -> None:
+    torch._dynamo.reset()
+    module = Chain(compiled(Passing()), compiled(Passing()), compiled(Passing()))
+    x, grad = data()
+    module(x).backward(grad)
+    expected = grads_of(module)
+    split_once(module, x, grad)
+    assert all(map(torch.equal, expected, grads_of(module)))
+
+
+def test_uses_of_one_weight_are_added_in_the_order_of_autograd() -> None:
+    torch._dynamo.reset()
+    module = Chain(compiled(Passing()), times=5)
+    for seed in range(5):
+        x, _ = data()
+        torch.manual_seed(seed)
+        grad = torch.randn(3, WIDTH)
+        module(x).backward(grad)
+        expected = grads_of(module)
+        split_once(module, x, grad)
+        assert all(map(torch.equal, expected, grads_of(module)))
+
+
+def test_backward_after_one_that_failed_gives_all_gradients() -> None:
+    """The region was told of a call whose backward then did not run."""
+    torch._dynamo.reset()
+    module = compiled(Passing())
+    x, grad = data()
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("in a hook")
+
+    pending = SplitEngine(module).forward(x)
+    pending.outputs[1].grad_fn.register_prehook(fail)
+    with pytest.raises(ZeroDivisionError, match="in a hook"):
+        pending.backward_input((None, grad))
+    module(x)[1].backward(grad)
+    assert all(found is not None for found in grads_of(module))
+
+
+def test_whole_backward_of_a_stage_whose_input_needs_no_gradient_waits() -> None:
+    torch._dynamo.reset()
+    module = Chain(compiled(Passing()), compiled(Passing()))
+    x, grad = data()
+    x = x.detach()
+    module(x).backward(grad)
+    expected = grads_of(module)
+    _, weights = SplitEngine(module).forward(x).backward_input(grad)
+    assert all(found is None for found in grads_of(module))
+    weights.run()
+    assert all(map(torch.equal, expected, grads_of(module)))
