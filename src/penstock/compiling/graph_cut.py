@@ -14,7 +14,7 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx
+from torch import SymInt, fx
 from torch.fx import Node
 
 _PRODUCTS = {
@@ -244,13 +244,12 @@ def _is_product(node: Node) -> bool:
 def _is_view(node: Node) -> bool:
     """Return whether a node costs nothing: it is a view, or computes a size from sizes."""
     return str(node.target) in _VIEWS or (
-        node.op == "call_function"
-        and not any(_is_tensor(each) for each in (node, *node.all_input_nodes))
+        node.op == "call_function" and all(_is_size(each) for each in (node, *node.all_input_nodes))
     )
 
 
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), (Tensor, tuple, list))
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), (int, SymInt))
 
 
 def _has_effects(node: Node) -> bool:
