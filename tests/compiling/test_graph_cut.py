@@ -256,3 +256,56 @@ def test_region_without_parameters_runs_whole_while_the_rest_is_split() -> None:
     y = module.layer(x)
     (y @ y.T).sum().backward()
     torch.testing.assert_close(module.layer.weight.grad, found, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_that_are_parts_of_another_do_not_share_its_memory() -> None:
+    """Each would have been added into the others, from the second microbatch on."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.upper = nn.Parameter(torch.randn(2, WIDTH, dtype=torch.float64))
+            self.lower = nn.Parameter(torch.randn(2, WIDTH, dtype=torch.float64))
+            self.whole = nn.Parameter(torch.randn(4, WIDTH, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (torch.cat([self.upper, self.lower]) + self.whole).T
+
+    run(Parts(), rows())
+
+
+def test_backward_that_changes_a_buffer_is_not_cut() -> None:
+    """The weight half would read what the input half has written."""
+    graph = fx.Graph()
+    grad, buffer = graph.placeholder("grad"), graph.placeholder("buffer")
+    dw = graph.call_function(torch.ops.aten.mm.default, (grad, buffer))
+    dx = graph.call_function(torch.ops.aten.tanh.default, (grad,))
+    graph.call_function(torch.ops.aten.copy_.default, (buffer, dx))
+    graph.output((dx, dw))
+    assert cut_graph(graph, [dx, dw], [False, True], ()) is None
+
+
+def test_inputs_of_halves_have_names_that_no_other_graph_has() -> None:
+    """Inductor's cache finds code by its graph, whether or not the code overwrites its inputs."""
+    halves = run(doubles(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), rows())
+    for half in (INPUT_HALF, WEIGHT_HALF):
+        names = [n.name for n in halves.graphs[half].graph.nodes if n.op == "placeholder"]
+        assert all(name.startswith("unchanged_") for name in names)
+
+
+def test_weight_half_that_needs_values_of_a_frozen_parameter_says_so() -> None:
+    """FSDP2 frees them too."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Parameter(torch.randn(WIDTH, WIDTH).double(), requires_grad=False)
+            self.scale = nn.Parameter(torch.rand(WIDTH, 1, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.frozen * self.scale)
+
+    torch._dynamo.reset()
+    engine = SplitEngine(torch.compile(Scaled(), backend=SplitBackend(make_code=interpret)))  # type: ignore[arg-type]
+    engine.forward(rows()).backward_input(torch.ones(ROWS, WIDTH).double())
+    assert engine.needs_parameters

@@ -112,3 +112,22 @@ def test_whole_backward_of_a_stage_whose_input_needs_no_gradient_waits() -> None
     assert all(found is None for found in grads_of(module))
     weights.run()
     assert all(map(torch.equal, expected, grads_of(module)))
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(x) @ y
+
+
+def test_parameter_that_is_an_input_gets_its_gradient_as_an_input() -> None:
+    torch._dynamo.reset()
+    module, (x, _) = compiled(Sum()), data()
+    y = nn.Parameter(torch.randn(WIDTH, 2))
+    grads, weights = SplitEngine(module).forward(x, y).backward_input(torch.ones(3, 2))
+    weights.run()
+    assert y.grad is None
+    assert all(grad is not None for grad in (*grads, *grads_of(module)))

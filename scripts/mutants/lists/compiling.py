@@ -3,7 +3,23 @@
 TESTS = "tests/compiling tests/runtime/test_compiled_stages.py"
 CUT = "tests/compiling/test_graph_cut.py"
 STAGES = "tests/runtime/test_compiled_stages.py"
+CALLS = "tests/compiling/test_region_calls.py"
 MUTANTS = [
+    (
+        "compiling/graph_cut.py",
+        "if not must or any(map(_overwrites, graph.nodes)):",
+        "if not must:",
+        CUT,
+    ),
+    ("compiling/graph_cut.py", 'getattr(node.target, "is_view", False)', "False", CUT),
+    (
+        "compiling/graph_cut.py",
+        'new.placeholder(f"unchanged_{node.name}")',
+        "new.placeholder(node.name)",
+        CUT,
+    ),
+    ("compiling/compiled_backward.py", "in self._region.values", "in self._region.parameters", CUT),
+    ("compiling/compiled_backward.py", "if not call.calls.may_wait(params):", "if False:", CALLS),
     (
         "compiling/graph_cut.py",
         "if wait and bases[number] is not None and bases.count(bases[number]) == 1",

@@ -5,7 +5,7 @@ that runs it, so the engine notes the calls of its forward here, for the thread 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -55,13 +55,14 @@ class WaitingCall(NamedTuple):
 class CompiledCalls:
     """The calls of compiled regions in one forward; `is_splitting` while its input half runs."""
 
-    __slots__ = ("_waiting", "is_any_noted", "is_splitting", "needs_parameters")
+    __slots__ = ("_waiting", "_weights", "is_any_noted", "is_splitting", "needs_parameters")
 
     def __init__(self) -> None:
         self.is_any_noted = False
         self.is_splitting = False
         self.needs_parameters = False
         self._waiting: list[WaitingCall] = []
+        self._weights: set[int] = set()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -71,6 +72,10 @@ class CompiledCalls:
             yield
         finally:
             _current.reset(token)
+
+    def may_wait(self, params: Iterable[Tensor]) -> bool:
+        """Return whether these are weights, not parameters that the module was called with."""
+        return self._weights.issuperset(map(id, params))
 
     def leave(
         self,
@@ -88,9 +93,10 @@ class CompiledCalls:
         self._waiting.append(WaitingCall(sequence_number, terms, tensors))
 
     @contextmanager
-    def splitting(self) -> Iterator[None]:
-        """Let compiled regions run their input halves, and leave the rest here."""
+    def splitting(self, weights: Iterable[Tensor]) -> Iterator[None]:
+        """Let compiled regions run their input halves, and leave gradients of `weights` here."""
         self.is_splitting = True
+        self._weights = set(map(id, weights))
         try:
             yield
         finally:

@@ -67,6 +67,9 @@ class CompiledBackward:
             if is_split and self._has_unknown_gradients:
                 self._warn_of_unknown_gradients()
             return self._get_whole()(args)
+        params = [call.params[number] for number in halves.params]
+        if not call.calls.may_wait(params):
+            return self._get_whole()(args)
         kept = [args[number] for number in halves.cut.passed]
         found = halves.input_half(args)
         early = halves.cut.early_outputs
@@ -78,7 +81,7 @@ class CompiledBackward:
             call.sequence_number,
             halves.weight_half,
             [*found[len(early) :], *kept],
-            [call.params[number] for number in halves.params],
+            params,
         )
         return results
 
@@ -112,14 +115,12 @@ class CompiledBackward:
         if cut is None:
             self._has_unknown_gradients = not set(self._region.parameters) <= set(params)
             return None
-        donated = [n for n in self._setting.donated if n not in cut.passed]
         for half in (cut.input_half, cut.weight_half):
             pin_layouts(half)
-        with self._setting.donating(donated):
-            input_half = self._compile(cut.input_half, self._inputs, **self._details)
         given = [*(node.meta["val"] for node in cut.made), *(self._inputs[n] for n in cut.passed)]
         details = {**self._details, "static_input_idxs": ()}
-        with self._setting.donating([]):
+        with self._setting.overwriting_nothing():
+            input_half = self._compile(cut.input_half, self._inputs, **self._details)
             weight_half = self._compile(cut.weight_half, given, **details)
         return _Halves(input_half, weight_half, cut, [params[n] for n in cut.late_outputs])  # type: ignore[misc]
 
@@ -139,7 +140,7 @@ class CompiledBackward:
             node
             for node in graph.nodes
             if node.op == "placeholder"
-            and argument_of(node.meta.get("desc")) in self._region.parameters
+            and argument_of(node.meta.get("desc")) in self._region.values
         }
 
     def _compile(self, graph: fx.Graph, inputs: Sequence[Any], **details: Any) -> Code:

@@ -70,7 +70,7 @@ def cut_graph(
     computed early, except what comes after a product that can wait.
     """
     must = [out for out, wait in zip(outputs, can_wait, strict=True) if _is_node(out) and not wait]
-    if not must:
+    if not must or any(map(_overwrites, graph.nodes)):
         return None
     must += [node for node in graph.nodes if _has_effects(node)]
     bases = [_base(out) if _is_node(out) else None for out in outputs]
@@ -211,10 +211,19 @@ def _needed(late: set[Node]) -> set[Node]:
 
 
 def _base(node: Node) -> Node | None:
-    """Return what a view, or a view of a view, is of; None if it is an input."""
-    while str(node.target) in _VIEWS:
+    """Return what a view, or a view of a view, is of; None if it is an input.
+
+    Unlike elsewhere, that includes parts of a tensor.
+    """
+    while _is_in_memory_of_another(node):
         node = node.all_input_nodes[0]
     return None if node.op == "placeholder" else node
+
+
+def _is_in_memory_of_another(node: Node) -> bool:
+    if node.target is operator.getitem:  # One of several parts, or one of several results.
+        return _is_in_memory_of_another(node.all_input_nodes[0])
+    return str(node.target) in _VIEWS or getattr(node.target, "is_view", False)
 
 
 def _extract(
@@ -224,7 +233,9 @@ def _extract(
     new = fx.Graph()
     copies: dict[Node, Node] = {}
     for node in inputs:
-        copies[node] = new.placeholder(node.name)
+        # The name keeps code that may overwrite its inputs apart in inductor's cache, which finds
+        # code by its graph alone: no input of a half may be overwritten.
+        copies[node] = new.placeholder(f"unchanged_{node.name}")
         copies[node].meta = dict(node.meta)
     for node in graph.nodes:
         if node in nodes and node not in copies:
@@ -250,6 +261,12 @@ def _is_view(node: Node) -> bool:
 
 def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (int, SymInt))
+
+
+def _overwrites(node: Node) -> bool:
+    """Return whether a node changes an input in place, which the weight half might read later."""
+    name, _, _ = str(node.target).rpartition(".")  # Such as aten.copy_.default.
+    return node.op == "call_function" and name.endswith("_")
 
 
 def _has_effects(node: Node) -> bool:

@@ -1,7 +1,7 @@
 """A compiled region: a graph that torch.compile found, and its calls."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +26,16 @@ class Region:
     """A graph that may serve many modules: parameters belong to its calls.
 
     `parameters` has the shapes of those arguments that are trainable parameters, by number.
+    `values` are the numbers of all that are parameters, whose values FSDP2 may free.
     Before the backward of a call runs, a hook says which call it is, in the same thread.
     """
 
-    def __init__(self, name: str, parameters: Mapping[int, Sequence[int]]) -> None:
+    def __init__(
+        self, name: str, parameters: Mapping[int, Sequence[int]], values: Collection[int]
+    ) -> None:
         self._name = name
         self.parameters = parameters
+        self.values = values
         self._entered = threading.local()
 
     def __str__(self) -> str:

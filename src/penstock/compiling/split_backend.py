@@ -26,7 +26,9 @@ class SplitBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         options = dict(self.options)
-        region = Region(_place(module), _trainable(inputs))
+        values = [n for n, value in enumerate(inputs) if isinstance(value, nn.Parameter)]
+        shapes = {n: inputs[n].shape for n in values if inputs[n].requires_grad}
+        region = Region(_place(module), shapes, values)
 
         def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], **details: Any) -> Any:
             if details.get("is_backward"):
@@ -38,15 +40,6 @@ class SplitBackend:
                 module, inputs, inner_compile=compile_graph, config_patches=options
             )
         return region.noting_calls(compiled)
-
-
-def _trainable(inputs: Sequence[Any]) -> dict[int, Sequence[int]]:
-    """Return the shapes of trainable parameters, by number."""
-    return {
-        number: value.shape
-        for number, value in enumerate(inputs)
-        if isinstance(value, nn.Parameter) and value.requires_grad
-    }
 
 
 def _place(module: fx.GraphModule) -> str:

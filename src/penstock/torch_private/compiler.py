@@ -100,28 +100,21 @@ class Setting(NamedTuple):
         ):
             yield
 
-    @property
-    def donated(self) -> list[int]:
-        """The inputs of the backward whose memory its code may overwrite, by number."""
-        data = self._forward_data
-        return [] if data is None else list(data.bw_donated_idxs or ())
-
     @contextmanager
-    def donating(self, numbers: list[int]) -> Iterator[None]:
-        """Let code that is compiled now overwrite these inputs, and no others."""
-        data = self._forward_data
+    def overwriting_nothing(self) -> Iterator[None]:
+        """Let code that is compiled now leave its inputs as they are.
+
+        Otherwise it may overwrite what the forward has saved.
+        """
+        data = None if self.tracing is None else self.tracing.fw_metadata
         if data is None:
             yield
             return
-        before, data.bw_donated_idxs = data.bw_donated_idxs, numbers
+        before, data.bw_donated_idxs = data.bw_donated_idxs, []
         try:
             yield
         finally:
             data.bw_donated_idxs = before
-
-    @property
-    def _forward_data(self) -> Any:
-        return None if self.tracing is None else self.tracing.fw_metadata
 
 
 def compile_in_place(module: nn.Module, **options: Any) -> None:
