@@ -309,3 +309,16 @@ def test_weight_half_that_needs_values_of_a_frozen_parameter_says_so() -> None:
     engine = SplitEngine(torch.compile(Scaled(), backend=SplitBackend(make_code=interpret)))  # type: ignore[arg-type]
     engine.forward(rows()).backward_input(torch.ones(ROWS, WIDTH).double())
     assert engine.needs_parameters
+
+
+def test_weight_half_takes_all_sizes() -> None:
+    """Without them, inductor's cache failed in the next process: a guard named what was missing."""
+    graph = fx.Graph()
+    size, grad, x = (graph.placeholder(name) for name in ("size", "grad", "x"))
+    size.meta["val"] = 3
+    dw = graph.call_function(torch.ops.aten.mm.default, (grad, x))
+    dx = graph.call_function(torch.ops.aten.tanh.default, (grad,))
+    graph.output((dx, dw))
+    cut = cut_graph(graph, [dx, dw], [False, True], ())
+    assert cut is not None
+    assert [0, 1, 2] == cut.passed

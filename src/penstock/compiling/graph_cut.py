@@ -114,7 +114,8 @@ def _extract_halves(
     parameters: Collection[Node],
 ) -> GraphCut:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    kept = _needed(late)
+    # Inductor's cache relies on it that a graph with tensors of symbolic sizes takes the sizes too.
+    kept = _needed(late) | set(filter(_is_size, inputs))
     made = [node for node in graph.nodes if node in kept and node in early]
     passed = [number for number, node in enumerate(inputs) if node in kept]
     others = [number for number in range(len(outputs)) if number not in waiting]
