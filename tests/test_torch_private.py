@@ -80,6 +80,7 @@ def test_this_torch_has_every_name_that_is_loaded_late_or_that_objects_have() ->
     code = (
         "import torch, torch.distributed as dist\n"
         "from penstock import torch_private as private\n"
+        "from penstock.torch_private import fsdp2\n"
         "print(private.missing_names(private.NAMES_LOADED_LATE))\n"
         "module = torch.nn.Linear(1, 1)\n"
         "compiled = torch.compile(module)\n"
@@ -89,9 +90,9 @@ def test_this_torch_has_every_name_that_is_loaded_late_or_that_objects_have() ->
         "private.prepare_reducer(torch.nn.parallel.DistributedDataParallel(module))\n"
         "sharded = torch.distributed.fsdp.fully_shard(torch.nn.Linear(1, 1, device='cpu'),"
         " mesh=dist.init_device_mesh('cpu', (1,)))\n"
-        "state, [group] = private.sharded_state(sharded), private.ShardedGroup.all_of([sharded])\n"
-        "private.prepare_sharded_state(state)\n"
-        "private.set_last_backward(state, private.is_last_backward(state))\n"
+        "state, [group] = fsdp2.sharded_state(sharded), fsdp2.ShardedGroup.all_of([sharded])\n"
+        "fsdp2.prepare_sharded_state(state)\n"
+        "fsdp2.set_last_backward(state, fsdp2.is_last_backward(state))\n"
         "group.settings = group.settings\n"
         "group.gather()\n"
         "group.accumulate()\n"
@@ -100,7 +101,7 @@ def test_this_torch_has_every_name_that_is_loaded_late_or_that_objects_have() ->
         "group.end_backward()\n"
         "group.drop_grads()\n"
         "print(group.has_unreduced_grads)\n"
-        "private.finish_sharded_backward(state)\n"
+        "fsdp2.finish_sharded_backward(state)\n"
         "dist.destroy_process_group()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

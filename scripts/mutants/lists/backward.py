@@ -633,7 +633,7 @@ GATHERS = "tests/dist/test_gathers_in_meshes.py -k as_often"
 
 SHARDING_MUTANTS = [
     (  # The computation waits for reductions.
-        "torch_private/__init__.py",
+        "torch_private/fsdp2.py",
         "context.reduce_scatter_max_input_buffers = inf",
         "pass",
         "tests/dist/test_overlapped_collectives.py",

@@ -13,13 +13,12 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.torch_private import (
+from penstock.torch_private import is_sharded_module, own_parameters
+from penstock.torch_private.fsdp2 import (
     ShardedGroup,
     finish_sharded_backward,
     is_last_backward,
-    is_sharded_module,
     is_sharded_root,
-    own_parameters,
     prepare_sharded_state,
     set_last_backward,
     sharded_state,
