@@ -61,7 +61,7 @@ MUTANTS = [
         "number is not None and _has_shape(out, self._region.parameters.get(number))",
         "number is not None",
     ),
-    ("compiling/regions.py", "or sequence_number(node) < first:", "or False:"),
+    ("backward/wrappers.py", "or sequence_number(node) < made_since:", "or False:"),
     (
         "compiling/regions.py",
         "own = {number: args[number] for number in self.parameters}",

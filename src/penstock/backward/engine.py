@@ -152,7 +152,8 @@ class SplitEngine(Sealed):
             # Nodes that lead to a tap run in this pass and are released, so they cannot wait.
             plan = plan_for(roots, [*map(gradient_edge, inputs), *edges], params)
             self._must_walk = bool(plan.waiting)
-        splitting = calls.splitting(params) if inputs else nullcontext()
+        can_split = inputs and calls.is_any_noted
+        splitting = calls.splitting(params) if can_split else nullcontext()
         with self._running(token), translated(roots), splitting:
             input_grads, tap_grads, urgent_grads, groups = run_input_half(
                 plan, roots, root_grads, inputs, edges

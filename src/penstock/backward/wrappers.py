@@ -23,6 +23,7 @@ from penstock.torch_private import (
     is_replicated_by_ddp,
     is_sharded_module,
     own_parameters,
+    sequence_number,
 )
 
 
@@ -78,23 +79,27 @@ def is_sharded_graph(roots: Sequence[Tensor]) -> bool:
     """
     if "torch.distributed.fsdp" not in sys.modules or not dist.is_initialized():
         return False  # This avoids a search of the graph.
-    return _has_node(roots, FULLY_SHARDED_NODE)
+    return find_node(roots, FULLY_SHARDED_NODE) is not None
 
 
 def is_compiled_graph(roots: Sequence[Tensor]) -> bool:
     """Return whether a graph goes through code that torch.compile has compiled."""
-    return is_compiler_loaded() and _has_node(roots, COMPILED_NODE)
+    return is_compiler_loaded() and find_node(roots, COMPILED_NODE) is not None
 
 
-def _has_node(roots: Sequence[Tensor], kind: str) -> bool:
+def find_node(roots: Sequence[Tensor], kind: str, made_since: int = 0) -> Node | None:
+    """Return a node of a class in the graph of `roots`; None if there is none.
+
+    `made_since` is a sequence number: older nodes, and what they lead to, are left out.
+    """
     stack: list[Node | None] = [root.grad_fn for root in roots]
     seen: set[Node] = set()
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node is None or node in seen or sequence_number(node) < made_since:
             continue
         if type(node).__name__ == kind:
-            return True
+            return node
         seen.add(node)
         stack += [following for following, _ in node.next_functions]
-    return False
+    return None

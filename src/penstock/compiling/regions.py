@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from penstock.backward.compiled_calls import CompiledCalls, current_calls
+from penstock.backward.wrappers import find_node
 from penstock.torch_private import COMPILED_NODE, sequence_number
 from penstock.torch_private.compiler import next_sequence_number
 
@@ -51,7 +51,9 @@ class Region:
             calls.is_any_noted = True
             first = next_sequence_number()
             outputs = compiled(*args)
-            node = _find_node(outputs, first)
+            # An output may be a view of what the graph returned, or of an input.
+            tensors = [out for out in outputs if isinstance(out, Tensor)]
+            node = find_node(tensors, COMPILED_NODE, made_since=first)
             if node is not None:
                 own = {number: args[number] for number in self.parameters}
                 call = Call(own, calls, sequence_number(node))
@@ -65,21 +67,3 @@ class Region:
         call: Call | None = getattr(self._entered, "call", None)
         self._entered.call = None
         return call
-
-
-def _find_node(outputs: Sequence[Any], first: int) -> Node | None:
-    """Return the node of a compiled graph, among those made since `first`.
-
-    An output may be a view of what the graph returned, or come from an input.
-    """
-    stack = [out.grad_fn for out in outputs if isinstance(out, Tensor)]
-    seen: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen or sequence_number(node) < first:
-            continue
-        if type(node).__name__ == COMPILED_NODE:
-            return node
-        seen.add(node)
-        stack += [following for following, _ in node.next_functions]
-    return None
