@@ -15,14 +15,14 @@ SEED_CONTRACT = "tests/backward/test_seed_contract.py"
 SETTLING = "tests/backward/test_settling.py"
 
 SETTLING_MUTANTS = [
-    ("backward/settling.py", "for term in terms[1:]:", "for term in terms[2:]:"),
+    ("backward/terms.py", "for term in self._terms[1:]:", "for term in self._terms[2:]:"),
     (  # Sums are added in another order, and rounded differently.
         "backward/settling.py",
-        "known[1].append(term)",
-        "known[1].insert(0, term)",
+        "(param, []))[1].append(term)",
+        "(param, []))[1].insert(0, term)",
     ),
     (
-        "backward/settling.py",
+        "backward/terms.py",
         "total = total + value if is_dense else value + total",
         "total = total + value",
         SETTLING,
@@ -40,7 +40,7 @@ SETTLING_MUTANTS = [
         "if value.dtype == param.dtype:",
         SETTLING,
     ),
-    ("backward/settling.py", "    sums.run()", "    pass"),
+    ("backward/settling.py", "        foreach_add_(grads, values)", "        pass"),
     (
         "backward/settling.py",
         "self.grads[place] = grad if so_far is None else so_far + grad",
@@ -49,8 +49,8 @@ SETTLING_MUTANTS = [
     ),
     (
         "backward/settling.py",
-        "        delivery.run()  # [2]\n        _add_plainly(plain)  # [1]\n",
-        "        _add_plainly(plain)  # [1]\n        delivery.run()  # [2]\n",
+        "delivery.run()  # [2]\n            _add_plainly(plain, are_ours)  # [1]\n",
+        "_add_plainly(plain, are_ours)  # [1]\n            delivery.run()  # [2]\n",
         FUNCTION_LIMITS,
     ),
     ("backward/settling.py", "        if signal_accumulators:", "        if False:", HOOKS),
@@ -88,7 +88,7 @@ SETTLING_MUTANTS = [
     ),
     (
         "backward/settling.py",
-        "    if param.grad_dtype is not param.dtype:\n        return False\n",
+        "        if param.grad_dtype is not param.dtype:\n            return False\n",
         "",
         SETTLING,
     ),
@@ -114,7 +114,7 @@ TERMS_MUTANTS = [
     ("backward/terms.py", "if self._beta != 1:", "if False:"),
     (
         "backward/terms.py",
-        "is_row_sum = grad.dim() == 2 and len(shape) == 1 and shape[0] == grad.shape[1]",
+        "is_row_sum = grad.dim() == 2 and len(shape) == 1 and shape[0] == grad.size(1)",
         "is_row_sum = grad.dim() == 2 and len(shape) == 1",
     ),
     (  # Seen only if a later microbatch adds to the gradient that the caller gave.
@@ -411,25 +411,25 @@ ENGINE_MUTANTS = [
     ),
     (
         "backward/engine.py",
-        "                needed.append(grad)\n",
-        "",
+        "needed = [grad for _, grad in arrived]",
+        "needed: list[Tensor] = []",
         ENGINE_LIMITS,
     ),
     ("backward/engine.py", "        unmodified.check()\n", "", ERRORS),
     (
         "backward/engine.py",
-        "list({id(p): p for p in found if p is not None and p.requires_grad}.values())",
-        "[p for p in found if p is not None and p.requires_grad]",
+        "return list({id(param): param for param in wanted}.values())",
+        "return wanted",
     ),
     (
         "backward/engine.py",
-        "if p is not None and p.requires_grad}",
-        "if p is not None}",
+        "if p is not None and p.requires_grad]",
+        "if p is not None]",
     ),
     (
         "backward/engine.py",
-        '            if "forward" not in module.__dict__:  # The',
-        "            if True:  # The",
+        'if own.setdefault("forward", new) is new]',
+        "if not own.update(forward=new)]",
         ENGINE_LIMITS,
     ),
     (
@@ -483,19 +483,50 @@ LEAF_MUTANTS = [
     ),
     (  # The other of two equal formulas, which rounds long sums differently.
         "backward/leaf_modules.py",
-        "if is_column_major(weight.shape[::-1], weight.stride()[::-1]):",
-        "if True:",
+        "is_column_major(weight.shape[::-1], weight.stride()[::-1]))",
+        "True)",
     ),
     (
         "backward/leaf_modules.py",
-        "        if self.slot.version_of(x) != self.slot.version:",
+        "        if version_of(held) != version:",
         "        if False:",
         ERRORS,
     ),
     (
         "backward/leaf_modules.py",
-        "x, self.slot.x = self.slot.x, None  #",
-        "x = self.slot.x  #",
+        "        x.requires_grad\n        and type(x) in",
+        "        type(x) in",
+    ),
+    ("backward/leaf_modules.py", "        and torch.is_grad_enabled()\n", ""),
+    (
+        "backward/leaf_modules.py",
+        "        and x.is_contiguous()\n        and not",
+        "        and not",
+    ),
+    ("backward/leaf_modules.py", "        and not is_any_autocast_enabled()\n", ""),
+    (
+        "backward/leaf_modules.py",
+        "        and peek_interpreter_stack() is None\n",
+        "",
+        ENGINE_LIMITS,
+    ),
+    (
+        "backward/leaf_modules.py",
+        "        and top_saved_tensors_hooks(False) is None\n",
+        "",
+        MEMORY,
+    ),
+    ("backward/leaf_modules.py", "        and not sink.is_wary\n", "", ENGINE_LIMITS),
+    (
+        "backward/leaf_modules.py",
+        "    if held.version_of(x) != held.version:",
+        "    if False:",
+        ERRORS,
+    ),
+    (
+        "backward/leaf_modules.py",
+        "x, held.x = held.x, None  #",
+        "x = held.x  #",
         MEMORY,
     ),
     (
@@ -513,7 +544,7 @@ LEAF_MUTANTS = [
         'module.padding_mode == "zeros" and not isinstance(module.padding, str)',
         "not isinstance(module.padding, str)",
     ),
-    ("backward/leaf_modules.py", 'and "bias" in self._params  #', "and True  #"),
+    ("backward/leaf_modules.py", ' or "bias" not in self._params:', ":"),
     ("backward/leaf_modules.py", "p.is_leaf and is_known(p)", "is_known(p)", ENGINE_LIMITS),
     (
         "backward/leaf_modules.py",
@@ -522,8 +553,8 @@ LEAF_MUTANTS = [
     ),
     (
         "backward/leaf_modules.py",
-        "if weight is None or not self._are_ours or not weight.requires_grad:",
-        "if weight is None or not self._are_ours:",
+        "return None if call is None or not call.weight.requires_grad else call",
+        "return call",
     ),
     (
         "backward/leaf_modules.py",
@@ -532,13 +563,12 @@ LEAF_MUTANTS = [
     ),
     (
         "backward/leaf_modules.py",
-        "            out = _run_deferred(Call(weight, bias, None), x, sink, hooked, shard)\n"
-        "            return _no_view(out, out.shape)",
-        "            return _run_deferred(Call(weight, bias, None), x, sink, hooked, shard)",
+        "return out if _inner_product(out) is not None else _no_view(out, out.shape)",
+        "return out",
     ),
     (
         "backward/leaf_modules.py",
-        "x.dim() == own[0].dim() and _is_zero_padded(module)",
+        "x.dim() == call.weight.dim() and _is_zero_padded(module)",
         "_is_zero_padded(module)",
     ),
     (

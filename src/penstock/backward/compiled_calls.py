@@ -4,7 +4,6 @@
 that runs it, so the engine notes the calls of its forward here, for the thread that runs it.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -39,17 +38,25 @@ class CompiledGrads:
 
 
 class WaitingCall(NamedTuple):
-    """The weight half of one call: terms of parameters, and the tensors that they need."""
+    """The weight half of one call: `run` on `kept` returns the gradients of `params`."""
 
     sequence_number: int
     """The place of the call among the nodes of the graph."""
-    terms: list[tuple[Tensor, Term]]
-    kept: list[Tensor]
+    run: WeightHalf
+    kept: list[object]
+    params: Sequence[Tensor]
 
-    def move_terms(self, terms: list[tuple[Tensor, Term]]) -> list[Tensor]:
-        """Add the terms to others; return the tensors that they need."""
-        terms += self.terms
-        return self.kept
+    def kept_tensors(self) -> list[Tensor]:
+        return [value for value in self.kept if isinstance(value, Tensor)]
+
+    def compute(self) -> list[tuple[Tensor, Term]]:
+        """Return the parameters with their gradients, which nobody else holds."""
+        return list(zip(self.params, self.run(self.kept), strict=True))
+
+    def add_terms(self, terms: list[tuple[Tensor, Term]]) -> None:
+        """Add terms that run the weight half when the first of them is needed."""
+        grads = CompiledGrads(self.run, self.kept)
+        terms += [(param, Part(grads, which)) for which, param in enumerate(self.params)]
 
 
 class CompiledCalls:
@@ -85,12 +92,7 @@ class CompiledCalls:
         params: Sequence[Tensor],
     ) -> None:
         """Leave the weight half of a call: `run` on `kept` returns the gradients of `params`."""
-        tensors = [value for value in kept if isinstance(value, Tensor)]
-        grads = CompiledGrads(run, kept)
-        terms: list[tuple[Tensor, Term]] = [
-            (param, Part(grads, which)) for which, param in enumerate(params)
-        ]
-        self._waiting.append(WaitingCall(sequence_number, terms, tensors))
+        self._waiting.append(WaitingCall(sequence_number, run, kept, params))
 
     @contextmanager
     def splitting(self, weights: Iterable[Tensor]) -> Iterator[None]:
@@ -102,10 +104,10 @@ class CompiledCalls:
         finally:
             self.is_splitting = False
 
-    def take(self) -> deque[WaitingCall]:
+    def take(self) -> list[WaitingCall]:
         """Return what the calls have left, in the order of autograd: last calls first."""
         found, self._waiting = self._waiting, []
-        return deque(sorted(found, key=lambda call: call.sequence_number, reverse=True))
+        return sorted(found, key=lambda call: call.sequence_number, reverse=True)
 
 
 _current: ContextVar[CompiledCalls | None] = ContextVar("compiled_calls", default=None)

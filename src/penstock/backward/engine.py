@@ -4,6 +4,7 @@ It controls the forward too, so most weight gradients never enter the graph (see
 `leaf_modules`). It finds the rest in the same way as the functions do (see `harvest`).
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 
-from penstock.backward.compiled_calls import CompiledCalls
+from penstock.backward.compiled_calls import CompiledCalls, WaitingCall
 from penstock.backward.groups import ParamGroup
 from penstock.backward.harvesting import gradient_edge
 from penstock.backward.input_half import HalfPlan, plan_for, run_input_half
-from penstock.backward.leaf_modules import Sink, Tap, find_leaf_modules
-from penstock.backward.settling import carry_on, settle
+from penstock.backward.leaf_modules import Sink, Tap, add_terms, find_leaf_modules
+from penstock.backward.settling import carry_on, settle_all
 from penstock.backward.sharding import Sharding
 from penstock.backward.sources import WeightWork
 from penstock.backward.structure import (
@@ -82,6 +83,8 @@ class SplitEngine(Sealed):
         self.module = module
         self._sink = Sink()
         self._leaves = find_leaf_modules(module, self._sink)
+        # The modules' own dicts, where a forward comes before that of the class.
+        self._patches = [(leaf.module.__dict__, leaf.forward) for leaf in self._leaves]
         # Live dicts: they show replaced parameters, and are faster than module.parameters().
         self._parameters = [own for m in module.modules() if (own := own_parameters(m))]
         self._signals = any(_is_held(param) for param in self._trainable())
@@ -94,14 +97,16 @@ class SplitEngine(Sealed):
         taps: list[Tap] = []
         calls = CompiledCalls()
         token = object()
-        self._sink.taps, self._sink.owner = taps, token
         inputs = tensors_in((args, kwargs))
         if hooks_of_all_calls:
             args, kwargs = pytree.tree_map_only(Tensor, _not_leaf, (args, kwargs))
+        self._sink.taps, self._sink.owner = taps, token
+        patched = self._patch()
         try:
-            with self._patched(), calls.noted():
+            with calls.noted():
                 outputs = self.module(*args, **kwargs)
         finally:
+            _remove(patched)
             self._sink.taps = self._sink.owner = None
         self._sink.is_wary = False
         outside = {x.grad_fn for x in inputs}
@@ -120,11 +125,15 @@ class SplitEngine(Sealed):
             leaf.params.refresh()
 
     def _trainable(self) -> list[Tensor]:
+        found: Iterable[Tensor | None]
         if self._sharding is None:
-            found: Iterable[Tensor | None] = chain(*(own.values() for own in self._parameters))
+            found = [param for own in self._parameters for param in own.values()]
         else:
             found = self._sharding.used_parameters(self._parameters)
-        return list({id(p): p for p in found if p is not None and p.requires_grad}.values())
+        wanted = [p for p in found if p is not None and p.requires_grad]
+        if len(set(map(id, wanted))) == len(wanted):
+            return wanted
+        return list({id(param): param for param in wanted}.values())
 
     @property
     def needs_parameters(self) -> bool:
@@ -146,7 +155,7 @@ class SplitEngine(Sealed):
     ) -> tuple[Sequence[Tensor | None], "_Remainder"]:
         """Return the inputs' gradients and the work left for W, from one engine pass."""
         params = self._trainable()
-        edges = [GradientEdge(tap.node, 0) for tap in taps]
+        edges = [GradientEdge(node, 0) for node, *_ in taps]
         plan = HalfPlan((), params)
         if self._must_walk and inputs:
             # Nodes that lead to a tap run in this pass and are released, so they cannot wait.
@@ -159,26 +168,29 @@ class SplitEngine(Sealed):
                 plan, roots, root_grads, inputs, edges
             )
         work = WeightWork([], [])
-        needed: list[Tensor] = []
-        # In autograd's order, last first: a weight that several layers share is summed that way.
+        arrived = [(p, g) for p, g in zip(plan.urgent, urgent_grads, strict=True) if g is not None]
+        needed = [grad for _, grad in arrived]
         waiting = calls.take()
-        for tap, grad in zip(reversed(taps), reversed(tap_grads), strict=True):
-            while waiting and waiting[0].sequence_number > sequence_number(tap.node):
-                needed += waiting.popleft().move_terms(work.terms)
-            if grad is not None:
-                needed += tap.add_terms(grad, work.terms)
         for call in waiting:
-            needed += call.move_terms(work.terms)
+            needed += call.kept_tensors()
         self._must_gather |= calls.needs_parameters
-        for param, grad in zip(plan.urgent, urgent_grads, strict=True):
+        are_apart = not groups and _are_apart(waiting, taps, arrived)
+        # In autograd's order, last first: a weight that several layers share is summed that way.
+        in_order = deque(() if are_apart else waiting)
+        for tap, grad in zip(reversed(taps), reversed(tap_grads), strict=True):
+            while in_order and in_order[0].sequence_number > sequence_number(tap[0]):
+                in_order.popleft().add_terms(work.terms)
             if grad is not None:
-                needed.append(grad)
-                work.terms.append((param, grad))
-        return input_grads, _Remainder(work, groups, Unmodified(needed))
+                needed += add_terms(tap, grad, work.terms)
+        for call in in_order:
+            call.add_terms(work.terms)
+        work.terms.extend(arrived)
+        own = waiting if are_apart else ()
+        return input_grads, _Remainder(work, groups, own, Unmodified(needed))
 
     def _settle(self, remainder: "_Remainder", token: object) -> None:
         """Do the remaining work: the weight backward."""
-        work, groups, unmodified = remainder
+        work, groups, calls, unmodified = remainder
         unmodified.check()
         if groups:
             params = self._trainable()
@@ -190,7 +202,8 @@ class SplitEngine(Sealed):
                 with self._gathered(), self._running(token):
                     work.terms.extend(carry_on(work.tails, params))
         with self._gathered() if self._must_gather else nullcontext():
-            settle(work.terms, signal_accumulators=self._signals)
+            batches = chain(((call.compute(), True) for call in calls), [(work.terms, False)])
+            settle_all(batches, signal_accumulators=self._signals)
 
     def _gathered(self) -> AbstractContextManager[None]:
         """Hold the values of all parameters, for a graph that leads through them."""
@@ -200,36 +213,53 @@ class SplitEngine(Sealed):
     def _running(self, token: object) -> Iterator[None]:
         """Allow the backward of a pass to run, including recomputations."""
         self._sink.owner = token
-        try:
-            with self._patched():
-                yield
-        finally:
-            self._sink.owner = None
-
-    @contextmanager
-    def _patched(self) -> Iterator[None]:
-        """Let leaf modules defer their weight gradients, here and in recomputations."""
-        patched = []
-        for module, _, forward in self._leaves:
-            if "forward" not in module.__dict__:  # The user's own patch comes first.
-                module.__dict__["forward"] = forward
-                patched.append(module)
+        patched = self._patch()
         try:
             yield
         finally:
-            for module in patched:
-                del module.__dict__["forward"]
+            _remove(patched)
+            self._sink.owner = None
+
+    def _patch(self) -> list[dict[str, Any]]:
+        """Let leaf modules defer their weight gradients until `_remove`; return their dicts."""
+        # The user's own patch comes first.
+        return [own for own, new in self._patches if own.setdefault("forward", new) is new]
+
+
+def _remove(patched: list[dict[str, Any]]) -> None:
+    for own in patched:
+        del own["forward"]
+
+
+def _are_apart(
+    calls: list[WaitingCall], taps: list[Tap], arrived: Iterable[tuple[Tensor, Tensor]]
+) -> bool:
+    """Return whether no weight of these calls is used anywhere else, or in two of them.
+
+    Then each call's gradients can be added by themselves; others must be summed first.
+    """
+    if not calls:
+        return True
+    own = [id(param) for call in calls for param in call.params]
+    others = {id(param) for param, _ in arrived}
+    for _, call, _, _ in taps:
+        others |= {id(call.weight), id(call.bias)}
+    return len(set(own)) == len(own) and others.isdisjoint(own)
 
 
 class _Remainder(NamedTuple):
-    """The work that an input backward leaves, and a check that nobody overwrites its tensors."""
+    """The work that an input backward leaves, and a check that nobody overwrites its tensors.
+
+    `calls` are compiled calls whose weights nobody else uses.
+    """
 
     work: WeightWork
     groups: list[ParamGroup]
+    calls: Sequence[WaitingCall]
     unmodified: Unmodified
 
     def is_empty(self) -> bool:
-        return not (self.work.terms or self.work.tails or self.groups)
+        return not (self.work.terms or self.work.tails or self.groups or self.calls)
 
 
 class PendingBackward:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
+from torch.compiler import is_compiling
 
 from penstock.backward.settling import PLAIN_TYPES, Terms, is_plain
 from penstock.backward.sharded_products import (
@@ -29,6 +30,7 @@ from penstock.backward.terms import (
     ConvolutionGeometry,
     ConvolutionGrads,
     Part,
+    RowProduct,
     SumTo,
     Term,
     is_column_major,
@@ -37,6 +39,7 @@ from penstock.backward.terms import (
 from penstock.backward.wrappers import is_compiled
 from penstock.errors import BackwardError
 from penstock.torch_private import (
+    is_any_autocast_enabled,
     is_async_tensor,
     own_parameters,
     peek_interpreter_stack,
@@ -82,11 +85,15 @@ def _not_from_here() -> BackwardError:
 
 
 class Call(NamedTuple):
-    """The parameters of a leaf module's call; a linear layer has no geometry."""
+    """The parameters of a leaf module's call; a linear layer has no geometry.
+
+    `is_by_rows`: the weight of a linear layer is laid out by rows, as it usually is.
+    """
 
     weight: Tensor
     bias: Tensor | None
-    geometry: ConvolutionGeometry | None
+    is_by_rows: bool
+    geometry: ConvolutionGeometry | None = None
 
     def run(self, x: Tensor) -> Tensor:
         """Return the module's output for `x`, with the parameters hidden from autograd."""
@@ -97,16 +104,14 @@ class Call(NamedTuple):
             bias = None if bias is None else bias.to(x.dtype)
         if self.geometry is not None:
             return self.geometry.forward(x, weight, bias)
-        if bias is None:
-            return torch.mm(x, weight.t())
-        return torch.addmm(bias, x, weight.t())
+        return nn.functional.linear(x, weight, bias)
 
     def add_terms(self, grad: Tensor, x: Tensor, terms: Terms) -> None:
         """Add the terms of the parameters, where `grad` is the gradient of the output for `x`."""
-        weight, bias, geometry = self
+        weight, bias, is_by_rows, geometry = self
         bias = bias if bias is not None and bias.requires_grad else None
         if geometry is None:
-            terms.append((weight, _linear_product(grad, x, weight)))
+            terms.append((weight, _linear_product(grad, x, is_by_rows)))
             if bias is not None:
                 terms.append((bias, SumTo(grad, bias.shape)))
         else:
@@ -116,23 +121,25 @@ class Call(NamedTuple):
                 terms.append((bias, Part(grads, 1)))
 
 
-def _linear_product(grad: Tensor, x: Tensor, weight: Tensor) -> Term:
-    """Return the gradient of a linear layer's weight, whose transpose is the right factor."""
-    if is_column_major(weight.shape[::-1], weight.stride()[::-1]):
+def _linear_product(grad: Tensor, x: Tensor, is_by_rows: bool) -> Term:
+    """Return the gradient of a linear layer's weight, by the formula that autograd uses."""
+    if type(grad) in PLAIN_TYPES:
+        return RowProduct(grad, x, not is_by_rows)
+    if is_by_rows:
         return product_of(grad.t(), x)
     return product_of(x.t(), grad, is_transposed=True)
 
 
 class _Place:
-    """A module's input, held from the forward on or from when the backward delivers it.
+    """An input that is not simply held: one that the backward delivers, or a DTensor.
 
-    `shard`: the user's part of an input that is a DTensor; it is watched for changes in place,
-    as the DTensor's version does not show them.
+    `shard`: the user's part of a DTensor; it is watched for changes in place, as the DTensor's
+    version does not show them.
     """
 
     __slots__ = ("shard", "version", "x")
 
-    def __init__(self, x: Tensor | None, shard: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor | None = None, shard: Tensor | None = None) -> None:
         self.x = x
         self.shard = shard
         self.version = 0 if x is None else self.version_of(x)
@@ -141,44 +148,48 @@ class _Place:
         return version_of(x) if self.shard is None else version_of(x) + version_of(self.shard)
 
 
-class Tap(NamedTuple):
-    """One call of a leaf module; the gradient of its output will arrive at `node`."""
+Tap: TypeAlias = tuple[Node, Call, Tensor | _Place, int]
+"""One call of a leaf module: the node at which the gradient of its output will arrive, the call,
+its input, and the input's version in the forward. A tuple, since one is made for every call."""
 
-    node: Node
-    call: Call
-    slot: _Place
 
-    def add_terms(self, grad: Tensor, terms: Terms) -> tuple[Tensor, ...]:
-        """Add the terms for the gradient that arrived; return the tensors that they need."""
-        x, self.slot.x = self.slot.x, None  # The graph holds the slot as well, and may live on.
-        if x is None:
-            raise BackwardError(
-                f"a layer with a weight of shape {tuple(self.call.weight.shape)}, in a "
-                "checkpointed or offloaded region, does not depend on an input or a parameter of "
-                "the stage, but on another tensor that requires a gradient. Expected such a "
-                "tensor to be a parameter: register it as one."
-            )
-        if self.slot.version_of(x) != self.slot.version:
-            raise modified(x, after="forward", before="input backward")
-        self.call.add_terms(grad, x, terms)
-        shard, self.slot.shard = self.slot.shard, None
-        return (x, grad) if shard is None else (x, grad, shard)
+def add_terms(tap: Tap, grad: Tensor, terms: Terms) -> tuple[Tensor, ...]:
+    """Add the terms for the gradient that arrived; return the tensors that they need."""
+    _, call, held, version = tap
+    if isinstance(held, Tensor):
+        if version_of(held) != version:
+            raise modified(held, after="forward", before="input backward")
+        call.add_terms(grad, held, terms)
+        return held, grad
+    x, held.x = held.x, None  # The graph holds the place as well, and may live on.
+    if x is None:
+        raise BackwardError(
+            f"a layer with a weight of shape {tuple(call.weight.shape)}, in a "
+            "checkpointed or offloaded region, does not depend on an input or a parameter of "
+            "the stage, but on another tensor that requires a gradient. Expected such a "
+            "tensor to be a parameter: register it as one."
+        )
+    if held.version_of(x) != held.version:
+        raise modified(x, after="forward", before="input backward")
+    call.add_terms(grad, x, terms)
+    shard, held.shard = held.shard, None
+    return (x, grad) if shard is None else (x, grad, shard)
 
 
 class _Keep(torch.autograd.Function):
     """An identity that saves its input as autograd does, and hands it over in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: _Place) -> Tensor:
+    def forward(ctx: Any, x: Tensor, place: _Place) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.slot = slot
+        ctx.place = place
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        ctx.slot.x, ctx.slot.version = x.detach(), version_of(x)
+        ctx.place.x, ctx.place.version = x.detach(), version_of(x)
         return grad, None
 
 
@@ -227,38 +238,41 @@ class _Params:
     `may_shard`: also if both are DTensors.
     """
 
-    __slots__ = ("_are_ours", "_bias", "_may_shard", "_params", "_weight")
+    __slots__ = ("_bias", "_call", "_may_shard", "_params", "_weight")
 
     def __init__(self, module: nn.Module, *, may_shard: bool) -> None:
         self._params = own_parameters(module)
         self._may_shard = may_shard
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = None
-        self._are_ours = False
+        self.refresh()
 
     def refresh(self) -> None:
         """Look at the parameters again: they may have been converted in place."""
-        self._weight = self._bias = None
-        self._are_ours = False
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._call: Call | None = None
 
-    def get(self) -> tuple[Tensor, Tensor | None] | None:
+    def get(self) -> Call | None:
         """Return weight and bias; None if they are computed, of several types, or of a subclass."""
         weight, bias = self._params.get("weight"), self._params.get("bias")
         if weight is not self._weight or bias is not self._bias:  # replaced, or not seen before
             self._weight, self._bias = weight, bias
-            is_known = is_sharded if self._may_shard and is_sharded(weight) else is_plain
-            self._are_ours = (
-                weight is not None
-                and "bias" in self._params  # otherwise parametrised
-                and all(
-                    p.is_leaf and is_known(p) and not p.is_complex() and p.dtype is weight.dtype
-                    for p in (weight, bias)
-                    if p is not None
-                )
-            )
-        if weight is None or not self._are_ours or not weight.requires_grad:
+            self._call = self._make_call(weight, bias)
+        call = self._call
+        return None if call is None or not call.weight.requires_grad else call
+
+    def _make_call(self, weight: Tensor | None, bias: Tensor | None) -> Call | None:
+        if weight is None or "bias" not in self._params:  # Otherwise parametrised.
             return None
-        return weight, bias
+        is_known = is_sharded if self._may_shard and is_sharded(weight) else is_plain
+        are_ours = all(
+            p.is_leaf and is_known(p) and not p.is_complex() and p.dtype is weight.dtype
+            for p in (weight, bias)
+            if p is not None
+        )
+        if not are_ours:
+            return None
+        # The right factor of the product is the transpose.
+        return Call(weight, bias, is_column_major(weight.shape[::-1], weight.stride()[::-1]))
 
 
 def _linear(module: nn.Module, params: _Params, sink: Sink) -> ForwardFunction:
@@ -266,32 +280,69 @@ def _linear(module: nn.Module, params: _Params, sink: Sink) -> ForwardFunction:
 
     def forward(input: Tensor) -> Tensor:
         x = input  # Callers may use the module's own keyword.
-        if torch.compiler.is_compiling():  # In a function that the user compiles.
+        if is_compiling():  # In a function that the user compiles.
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
-        own = params.get()
+        call = params.get()
+        if call is not None and sink.taps is not None and _is_usual(call, x, sink):
+            out = call.run(x)
+            node = _inner_product(out)
+            if node is not None:
+                sink.taps.append((node, call, x.detach(), version_of(x)))
+                return out
         hooked = _are_saves_hooked()
-        if own is None or not _can_defer(own[0], x, sink, hooked):
+        if call is None or not _can_defer(call.weight, x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
-        weight, bias = own
-        shard = None if type(x) in PLAIN_TYPES else shard_of(x)
-        if x.dim() == 2:
-            out = _run_deferred(Call(weight, bias, None), x, sink, hooked, shard)
-            return _no_view(out, out.shape)
-        # The rest does the same as torch's own linear. If that fuses the bias into the product, its
-        # output is a view; if not, it adds the bias last, and rounds once more.
-        is_fused = bias is not None and x.is_contiguous()
-        call = Call(weight, bias if is_fused else None, None)
-        out = _run_deferred(call, x.reshape(-1, x.shape[-1]), sink, hooked, shard)
-        shape = (*x.shape[:-1], out.shape[-1])
-        if is_fused:
-            return out.view(shape)
-        result = _no_view(out, shape)
-        if bias is None:
-            return result
-        bias = bias.to(result.dtype)
-        return result.add_(bias) if is_plain(result) else result + bias
+        return _run_linear(call, x, sink, hooked)
 
     return forward
+
+
+def _is_usual(call: Call, x: Tensor, sink: Sink) -> bool:
+    """Return whether a linear layer's call needs nothing but its product: see `_run_linear`.
+
+    Most calls are such, so few steps are made for them.
+    """
+    weight = call.weight
+    return (
+        x.requires_grad
+        and type(x) in PLAIN_TYPES
+        and type(weight) in PLAIN_TYPES
+        and x.layout is torch.strided
+        and x.dtype is weight.dtype
+        and x.dim() > 2
+        and x.is_contiguous()
+        and not sink.is_wary
+        and torch.is_grad_enabled()
+        and top_saved_tensors_hooks(False) is None
+        and peek_interpreter_stack() is None
+        and not is_any_autocast_enabled()
+    )
+
+
+def _run_linear(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Tensor:
+    """Return the output of a linear layer, as torch's own computes it.
+
+    If torch's fuses the bias into the product, its output is a view; if not, it adds the bias last,
+    and rounds once more.
+    """
+    is_ordinary = type(x) in PLAIN_TYPES
+    shard = None if is_ordinary else shard_of(x)
+    if x.dim() == 2 or (is_ordinary and x.dim() > 2 and x.is_contiguous()):
+        out = _run_deferred(call, x, sink, are_saves_hooked, shard)
+        return out if _inner_product(out) is not None else _no_view(out, out.shape)
+    bias = call.bias
+    is_fused = bias is not None and x.is_contiguous()
+    if not is_fused:
+        call = call._replace(bias=None)
+    out = _run_deferred(call, x.reshape(-1, x.shape[-1]), sink, are_saves_hooked, shard)
+    shape = (*x.shape[:-1], out.shape[-1])
+    if is_fused:
+        return out.view(shape)
+    result = _no_view(out, shape)
+    if bias is None:
+        return result
+    bias = bias.to(result.dtype)
+    return result.add_(bias) if is_plain(result) else result + bias
 
 
 def _convolution(module: Any, params: _Params, sink: Sink) -> ForwardFunction:
@@ -299,12 +350,12 @@ def _convolution(module: Any, params: _Params, sink: Sink) -> ForwardFunction:
 
     def forward(input: Tensor) -> Tensor:
         x = input  # Callers may use the module's own keyword.
-        if torch.compiler.is_compiling():  # In a function that the user compiles.
+        if is_compiling():  # In a function that the user compiles.
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
-        own = params.get()
+        call = params.get()
         hooked = _are_saves_hooked()
-        is_usual = own is not None and x.dim() == own[0].dim() and _is_zero_padded(module)
-        if own is None or not is_usual or not _can_defer(own[0], x, sink, hooked):
+        is_usual = call is not None and x.dim() == call.weight.dim() and _is_zero_padded(module)
+        if call is None or not is_usual or not _can_defer(call.weight, x, sink, hooked):
             return original(x)  # type: ignore[no-any-return]  # a module's forward is untyped
         geometry = ConvolutionGeometry(
             module.stride,
@@ -314,7 +365,7 @@ def _convolution(module: Any, params: _Params, sink: Sink) -> ForwardFunction:
             module.output_padding,
             module.groups,
         )
-        out = _run_deferred(Call(*own, geometry), x, sink, hooked)
+        out = _run_deferred(call._replace(geometry=geometry), x, sink, hooked)
         return _no_view(out, out.shape)
 
     return forward
@@ -339,28 +390,56 @@ def _can_defer(weight: Tensor, x: Tensor, sink: Sink, are_saves_hooked: bool) ->
 def _run_deferred(
     call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool, shard: Tensor | None = None
 ) -> Tensor:
-    """Return the call's output. Do not return it to users: its node must not get their hooks.
+    """Return the call's output. Do not return it to users if its node is that of the product.
 
+    That node must not get their hooks.
     `shard`: the user's part of the DTensor that `x` is a view of.
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
+    held: Tensor | _Place
+    version = 0
     if are_saves_hooked:
-        slot = _Place(None)
+        held = _Place()
         keep: ForwardFunction = _Keep.apply
-        out = call.run(keep(x, slot))
+        out = call.run(keep(x, held))
     else:
-        if shard is not None and not shares_memory(x, shard):
-            shard = None  # A copy: the user may overwrite the shard.
-        slot = _Place(x.detach(), shard)
+        held = x.detach()
+        if type(x) in PLAIN_TYPES:
+            version = version_of(x)
+        else:  # If it is a copy, the user may overwrite the shard.
+            is_shared = shard is not None and shares_memory(x, shard)
+            held = _Place(held, shard if is_shared else None)
         out = call.run(x)
     if sink.taps is not None:  # Otherwise a recomputation, whose graph nobody runs.
-        assert out.grad_fn is not None  # `_can_defer` makes sure of it.
+        node = _inner_product(out) or out.grad_fn
+        assert node is not None  # `_can_defer` makes sure of it.
         if sink.is_wary:
-            out.grad_fn.register_prehook(sink.refusal_unless(sink.owner))
-        sink.taps.append(Tap(out.grad_fn, call, slot))
+            node.register_prehook(sink.refusal_unless(sink.owner))
+        sink.taps.append((node, call, held, version))
     return out
+
+
+def _inner_product(out: Tensor) -> Node | None:
+    """Return the node of the product of which `out` is a view, or None if it is none."""
+    node = out.grad_fn
+    if node is None or type(node) not in _VIEWS:
+        return None
+    inner = node.next_functions[0][0]
+    return inner if type(inner) in _PRODUCTS else None
+
+
+def _nodes_of_linear() -> Iterator[tuple[type, type]]:
+    """Yield the types of a linear layer's last two nodes, with a bias and without."""
+    x, weight = torch.empty(1, 1, 1, requires_grad=True), torch.empty(1, 1)
+    for bias in (weight[0], None):
+        last = nn.functional.linear(x, weight, bias).grad_fn
+        assert last is not None
+        yield type(last), type(last.next_functions[0][0])
+
+
+_VIEWS, _PRODUCTS = zip(*_nodes_of_linear(), strict=True)
 
 
 def _no_view(out: Tensor, shape: Sequence[int]) -> Tensor:

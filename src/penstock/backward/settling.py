@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.backward.terms import Term, value_of
+from penstock.backward.terms import Term, Total, value_of
 from penstock.torch_private import (
     foreach_add_,
     is_dtensor,
@@ -72,73 +72,91 @@ def settle(terms: Terms, *, signal_accumulators: bool) -> None:
     `signal_accumulators`: include every parameter in [2], at least with a signal, because
     hooks that cannot be seen from here may wait for its accumulator.
     """
-    plain: Terms = []
-    delivery = _Delivery()
+    settle_all([(terms, False)], signal_accumulators=signal_accumulators)
+
+
+def settle_all(batches: Iterable[tuple[Terms, bool]], *, signal_accumulators: bool) -> None:
+    """Settle one batch after another; no parameter is in two of them.
+
+    A batch says whether nobody else holds its terms that are tensors.
+    """
     with torch.no_grad():
-        for param, term in terms:
-            if _adds_plainly(param, param.grad):
-                plain.append((param, term))
-            else:
-                delivery.add(param, value_of(term))
-        # First, since autograd may have let a sparse gradient share memory with a dense one.
-        delivery.run()  # [2]
-        _add_plainly(plain)  # [1]
-        if signal_accumulators:
-            signals = _Delivery()
-            for param, _ in plain:
-                signals.add(param, None)
-            signals.run()  # [2]
+        for terms, are_ours in batches:
+            plain: Terms = []
+            delivery = _Delivery()
+            for param, term in terms:
+                if _adds_plainly(param, param.grad):
+                    plain.append((param, term))
+                else:
+                    delivery.add(param, value_of(term))
+            # First, since autograd may have let a sparse gradient share memory with a dense one.
+            delivery.run()  # [2]
+            _add_plainly(plain, are_ours)  # [1]
+            if signal_accumulators:
+                signals = _Delivery()
+                for param, _ in plain:
+                    signals.add(param, None)
+                signals.run()  # [2]
 
 
-def _add_plainly(terms: Terms) -> None:
-    sums = _Sums()
-    for param, own in _by_parameter(terms):
+def _add_plainly(terms: Terms, are_ours: bool) -> None:
+    """Add terms without autograd, small ones in one call.
+
+    Large ones are added immediately: the products of all weights together would not fit.
+    """
+    grads: list[Tensor] = []
+    values: list[Tensor] = []
+    for param, term in _by_parameter(terms):
+        value = term if isinstance(term, Tensor) else term.value()
         grad = param.grad
         if grad is None:
-            param.grad = _first_grad(param, own)
+            is_ours = are_ours or value is not term
+            param.grad = _first_grad(param, value, is_ours=is_ours)
         elif grad.layout is not torch.strided:  # A sparse term came first.
-            param.grad = _total(own) + grad
+            param.grad = value + grad
+        elif (
+            value.numel() <= _FEW_ELEMENTS
+            and value.dtype is grad.dtype
+            and type(value) is Tensor
+            and value.layout is torch.strided
+        ):
+            grads.append(grad)
+            values.append(value)
         else:
-            sums.add(grad, _total(own))
-    sums.run()
+            grad.add_(value)
+    if grads:
+        foreach_add_(grads, values)
 
 
-def _by_parameter(terms: Terms) -> Iterable[tuple[Tensor, Sequence[Term]]]:
-    """Return each parameter once, with its terms in their order."""
+def _by_parameter(terms: Terms) -> Terms:
+    """Return each parameter once, with its term or the sum of its terms."""
+    if len({id(param) for param, _ in terms}) == len(terms):
+        return terms
     found: dict[int, tuple[Tensor, list[Term]]] = {}
     for param, term in terms:
-        if (known := found.get(id(param))) is None:
-            found[id(param)] = param, [term]
-        else:
-            known[1].append(term)
-    return found.values()
-
-
-def _total(terms: Sequence[Term]) -> Tensor:
-    """Return the sum of the terms, in their order; a single term that is a tensor is not copied."""
-    total = value_of(terms[0])
-    for term in terms[1:]:
-        value = value_of(term)
-        is_dense = total.layout is torch.strided  # A sparse tensor cannot be left of a dense one.
-        total = total + value if is_dense else value + total
-    return total
+        found.setdefault(id(param), (param, []))[1].append(term)
+    return [(param, own[0] if len(own) == 1 else Total(own)) for param, own in found.values()]
 
 
 def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
     """Return whether we can add without autograd: no hooks, no unusual class or layout."""
     if tensor_hooks(param) or post_accumulate_hooks(param):
         return False
-    if param.grad_dtype is not param.dtype:
-        return False
+    if grad is None or grad.dtype is not param.dtype:
+        if param.grad_dtype is not param.dtype:
+            return False
+        if grad is None:
+            return type(param) in PLAIN_TYPES or is_dtensor(param)
     if type(param) in PLAIN_TYPES:
-        return grad is None or is_plain(grad)
-    return is_dtensor(param) and (grad is None or is_dtensor(grad))
+        return type(grad) in PLAIN_TYPES and grad.layout is torch.strided
+    return is_dtensor(param) and is_dtensor(grad)
 
 
-def _first_grad(param: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Return the first gradient of a parameter, in its own memory, laid out as autograd does."""
-    value = _total(terms)
-    is_ours = value is not terms[0]
+def _first_grad(param: Tensor, value: Tensor, *, is_ours: bool) -> Tensor:
+    """Return the first gradient of a parameter, in its own memory, laid out as autograd does.
+
+    `is_ours`: nobody else holds the value.
+    """
     if is_dtensor(value):
         if is_ours and value.dtype == param.dtype and value.stride() == param.stride():
             return value
@@ -151,31 +169,6 @@ def _first_grad(param: Tensor, terms: Sequence[Term]) -> Tensor:
     if value.dtype == param.dtype and value.stride() == param.stride():
         return value
     return torch.empty_like(param).copy_(value)
-
-
-class _Sums:
-    """Additions to gradients; small ones are collected and done in one call.
-
-    Large ones are done immediately: the products of all weights together would not fit.
-    """
-
-    __slots__ = ("_grads", "_values")
-
-    def __init__(self) -> None:
-        self._grads: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    def add(self, grad: Tensor, value: Tensor) -> None:
-        is_small = value.numel() <= _FEW_ELEMENTS
-        if is_small and value.dtype is grad.dtype and is_plain(value):
-            self._grads.append(grad)
-            self._values.append(value)
-        else:
-            grad.add_(value)
-
-    def run(self) -> None:
-        if self._grads:
-            foreach_add_(self._grads, self._values)
 
 
 class _Delivery:

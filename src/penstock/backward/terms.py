@@ -41,6 +41,25 @@ class MatrixProduct:
         return product.t() if self._is_transposed else product
 
 
+class RowProduct:
+    """`grad.t() @ x`, both seen as matrices of rows; as `(x.t() @ grad).t()` if `is_transposed`."""
+
+    __slots__ = ("_grad", "_is_transposed", "_x")
+
+    def __init__(self, grad: Tensor, x: Tensor, is_transposed: bool) -> None:
+        self._grad = grad
+        self._x = x
+        self._is_transposed = is_transposed
+
+    def value(self) -> Tensor:
+        grad, x = self._grad, self._x
+        if x.dim() > 2:
+            x = x.view(-1, x.shape[-1])
+        if grad.dim() > 2:
+            grad = grad.reshape(-1, grad.shape[-1])
+        return torch.mm(x.t(), grad).t() if self._is_transposed else torch.mm(grad.t(), x)
+
+
 class ShardedProduct:
     """`alpha * left @ right` of DTensors, which each rank computes on its own shards.
 
@@ -103,7 +122,7 @@ class SumTo:
         if self._beta != 1:
             grad = grad * self._beta
         # The bias of a linear layer: the same sum, in half the time for small tensors.
-        is_row_sum = grad.dim() == 2 and len(shape) == 1 and shape[0] == grad.shape[1]
+        is_row_sum = grad.dim() == 2 and len(shape) == 1 and shape[0] == grad.size(1)
         total = grad.sum(0) if is_row_sum else grad.sum_to_size(shape)
         return total.clone() if total is self._grad else total
 
@@ -211,7 +230,24 @@ class Part:
         return self._grads.take(self._which)
 
 
-Term: TypeAlias = MatrixProduct | ShardedProduct | SumTo | Part | Tensor
+class Total:
+    """The sum of several terms, in their order."""
+
+    __slots__ = ("_terms",)
+
+    def __init__(self, terms: Sequence["Term"]) -> None:
+        self._terms = terms
+
+    def value(self) -> Tensor:
+        total = value_of(self._terms[0])
+        for term in self._terms[1:]:
+            value = value_of(term)
+            is_dense = total.layout is torch.strided  # A sparse tensor cannot be left of a dense.
+            total = total + value if is_dense else value + total
+        return total
+
+
+Term: TypeAlias = MatrixProduct | RowProduct | ShardedProduct | SumTo | Part | Total | Tensor
 """One part of a gradient. A tensor was already computed by autograd; others may hold it too."""
 
 

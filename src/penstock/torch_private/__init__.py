@@ -50,6 +50,7 @@ NAMES = (
     "torch._C:_distributed_c10d.Reducer.prepare_for_backward",
     "torch._C:_functorch.is_functorch_wrapped_tensor",
     "torch._C:_functorch.peek_interpreter_stack",
+    "torch._C:_is_any_autocast_enabled",
     *(f"torch._C:_functions.{node}.{name}" for node in _NODES for name in _NODES[node].split()),
     "torch._ops:OpOverload",
     "torch._subclasses.fake_tensor:DataDependentOutputException",
@@ -247,6 +248,10 @@ top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # The innermost transform of torch.func, or None: inside one, autograd does not build our graph.
 # Public: none.
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+
+# Whether autocast is on for any kind of device. Public: is_autocast_enabled(kind), which needs the
+# kind of a tensor's device, and takes ten times as long.
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 FULLY_SHARDED_NODE = "RegisterPostBackwardFunctionBackward"
 """The class of the node by which fully_shard notices a backward. Public: none."""
