@@ -57,6 +57,13 @@ MISMATCHES: list[tuple[str, Callable[[Tensor], Any], Any, str]] = [
         r"for output it holds a gradient of shape \(4, 3\) and torch.float32; "
         r"expected one of shape \(3, 4\) and torch.float32\. Give each output its gradient",
     ),
+    (
+        "a complex gradient of a real output",
+        lambda y: y,
+        GRAD.to(torch.complex64),
+        r"for output it holds a gradient of shape \(3, 4\) and torch.complex64; expected one of "
+        r"shape \(3, 4\) and torch.float32",
+    ),
     ("a list for a tensor", lambda y: y, [GRAD], "for output it holds a list; expected a tensor"),
     ("a number", lambda y: y, 1.0, "for output it holds a float; expected a tensor or None"),
     (

@@ -204,8 +204,8 @@ HARVESTING_MUTANTS = [
 INPUT_HALF_MUTANTS = [
     (
         "backward/input_half.py",
-        "as arrivals, hooks_put_off(plan.urgent):",
-        "as arrivals:",
+        "    with hooks_put_off(plan.urgent):",
+        "    if True:",
         HOOKS,
     ),
     ("backward/input_half.py", "            handle.remove()", "            pass", MEMORY),
@@ -359,11 +359,16 @@ STRUCTURE_MUTANTS = [
     ),
     (
         "backward/structure.py",
-        "return list(dict.fromkeys(found))",
-        "return list(found)",
+        "return found if len(found) < 2 else list(dict.fromkeys(found))",
+        "return found",
         FUNCTION_LIMITS,
     ),
-    ("backward/structure.py", "    if grad.shape != output.shape:", "    if False:", ERRORS),
+    (
+        "backward/structure.py",
+        "    if grad.shape != output.shape or is_other_kind:",
+        "    if False:",
+        ERRORS,
+    ),
     ("backward/structure.py", "if grad.keys() != output.keys():", "if False:", ERRORS),
     ("backward/structure.py", 'f"{name}[{i}]")', 'f"{name}[{i + 1}]")', ERRORS),
     (

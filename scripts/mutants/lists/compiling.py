@@ -83,7 +83,7 @@ MUTANTS = [
         "        finally:\n            self.is_splitting = False\n",
         "        finally:\n            pass\n",
     ),
-    ("backward/engine.py", "            with calls.noted():", "            if True:", CUT),
+    ("backward/engine.py", "note_calls_in(calls)", "note_calls_in(CompiledCalls())", CUT),
     (  # A weight of two calls is added twice, and rounded differently.
         "backward/engine.py",
         "are_apart = not groups and _are_apart(waiting, taps, arrived)",

@@ -6,7 +6,7 @@ that runs it, so the engine notes the calls of its forward here, for the thread 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import NamedTuple
 
 from torch import Tensor
@@ -71,15 +71,6 @@ class CompiledCalls:
         self._waiting: list[WaitingCall] = []
         self._weights: set[int] = set()
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Let compiled regions that this thread calls find this object."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
-
     def may_wait(self, params: Iterable[Tensor]) -> bool:
         """Return whether these are weights, not parameters that the module was called with."""
         return self._weights.issuperset(map(id, params))
@@ -111,6 +102,16 @@ class CompiledCalls:
 
 
 _current: ContextVar[CompiledCalls | None] = ContextVar("compiled_calls", default=None)
+
+
+def note_calls_in(calls: CompiledCalls) -> Token[CompiledCalls | None]:
+    """Let compiled regions that this thread calls find `calls`, until `stop_noting`."""
+    return _current.set(calls)
+
+
+def stop_noting(token: Token[CompiledCalls | None]) -> None:
+    """Let compiled regions find what they found before."""
+    _current.reset(token)
 
 
 def current_calls() -> CompiledCalls | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 
-from penstock.backward.compiled_calls import CompiledCalls, WaitingCall
+from penstock.backward.compiled_calls import CompiledCalls, WaitingCall, note_calls_in, stop_noting
 from penstock.backward.groups import ParamGroup
 from penstock.backward.harvesting import gradient_edge
 from penstock.backward.input_half import HalfPlan, plan_for, run_input_half
@@ -97,15 +97,16 @@ class SplitEngine(Sealed):
         taps: list[Tap] = []
         calls = CompiledCalls()
         token = object()
-        inputs = tensors_in((args, kwargs))
+        inputs = tensors_in(args if len(args) != 1 else args[0]) + tensors_in(kwargs)
         if hooks_of_all_calls:
             args, kwargs = pytree.tree_map_only(Tensor, _not_leaf, (args, kwargs))
         self._sink.taps, self._sink.owner = taps, token
         patched = self._patch()
+        noted = note_calls_in(calls)
         try:
-            with calls.noted():
-                outputs = self.module(*args, **kwargs)
+            outputs = self.module(*args, **kwargs)
         finally:
+            stop_noting(noted)
             _remove(patched)
             self._sink.taps = self._sink.owner = None
         self._sink.is_wary = False
@@ -173,7 +174,8 @@ class SplitEngine(Sealed):
         waiting = calls.take()
         for call in waiting:
             needed += call.kept_tensors()
-        self._must_gather |= calls.needs_parameters
+        if calls.needs_parameters:
+            self._must_gather = True
         are_apart = not groups and _are_apart(waiting, taps, arrived)
         # In autograd's order, last first: a weight that several layers share is summed that way.
         in_order = deque(() if are_apart else waiting)

@@ -19,6 +19,7 @@ from penstock.backward.structure import describe, differentiable, pair_with_grad
 from penstock.backward.translate import translated
 from penstock.backward.wrappers import is_sharded_graph
 from penstock.errors import BackwardError
+from penstock.torch_private import run_backward
 
 
 def stage_backward(
@@ -44,7 +45,7 @@ def stage_backward(
             x.retain_grad()
     with translated(roots):
         if roots:
-            torch.autograd.backward(roots, root_grads)
+            run_backward(roots, root_grads)
     grads = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -12,6 +11,7 @@ from penstock.backward.groups import Gradients, ParamGroup
 from penstock.backward.harvesting import Cluster, gradient_edge, harvest
 from penstock.backward.settling import hooks_put_off
 from penstock.backward.sources import Passage, Source
+from penstock.torch_private import run_backward
 
 
 class HalfPlan(NamedTuple):
@@ -53,11 +53,15 @@ def run_input_half(
     taps: Sequence[GradientEdge] = (),
 ) -> InputHalf:
     """Run the pass. It releases the part of the graph that it runs; no hook of a weight runs."""
-    wanted: Any = [*inputs, *taps, *plan.urgent]
+    wanted = [*inputs, *taps, *plan.urgent]
+    arrivals: list[list[list[Gradients]]] = []
     grads: Sequence[Tensor | None] = ()
-    with _watching(plan.waiting) as arrivals, hooks_put_off(plan.urgent):
-        if wanted:
-            grads = torch.autograd.grad(roots, wanted, root_grads, allow_unused=True)
+    with hooks_put_off(plan.urgent):
+        if plan.waiting:
+            with _watching(plan.waiting) as arrivals:
+                grads = run_backward(roots, root_grads, wanted) if wanted else ()
+        elif wanted:
+            grads = run_backward(roots, root_grads, wanted)
     groups: list[ParamGroup] = []
     for cluster, arrived in zip(plan.waiting, arrivals, strict=True):
         sources = [user.source for user in cluster.users if user.source is not None]

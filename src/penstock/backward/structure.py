@@ -17,6 +17,9 @@ def pair_with_grads(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor
     `grads` means that nobody used that output. The outputs are losses, each with a gradient of
     ones, if `grads` is None, or if it contains only None and every output is a scalar.
     """
+    if type(outputs) is Tensor and type(grads) is Tensor and outputs.requires_grad:
+        _check_grad("output", outputs, grads)
+        return [outputs], [grads]
     pairs = list(_pairs(outputs, grads, "output"))
     found = [pair for pair in pairs if pair[1].requires_grad]
     if not found:
@@ -43,19 +46,23 @@ def pair_with_grads(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors of a nested value, in order."""
+    if isinstance(value, Tensor):
+        return [value]
     return [tensor for _, tensor, _ in _pairs(value, None, "value")]
 
 
 def differentiable(values: Sequence[Any]) -> list[Tensor]:
     """Return the tensors among the values that require gradients, each once."""
-    found = (value for value in values if isinstance(value, Tensor) and value.requires_grad)
-    return list(dict.fromkeys(found))
+    found = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+    return found if len(found) < 2 else list(dict.fromkeys(found))
 
 
 def spread_over(
     values: Sequence[Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradient of each value that is one of the inputs, and None for the others."""
+    if len(values) == len(inputs) == 1:
+        return (grads[0],)
     grad_of = dict(zip(inputs, grads, strict=True))
     return tuple(grad_of.get(value) if isinstance(value, Tensor) else None for value in values)
 
@@ -99,7 +106,8 @@ def _check_container(
 def _check_grad(name: str, output: Tensor, grad: Any) -> None:
     if not isinstance(grad, Tensor):
         raise _mismatch(name, f"a {type(grad).__name__}", "a tensor or None")
-    if grad.shape != output.shape:
+    is_other_kind = grad.dtype is not output.dtype and grad.is_complex() != output.is_complex()
+    if grad.shape != output.shape or is_other_kind:
         raise _mismatch(name, f"a gradient {describe(grad)}", f"one {describe(output)}")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from penstock.ir.action import URGENT_BACKWARD_TYPES, Action, Forward, Overlap, Recv, Send
-from penstock.ir.message import Channel, Message, Skip, StageId
+from penstock.ir.message import Channel, Message, Rank, Skip, StageId
 from penstock.ir.schedule import Schedule
 
 
@@ -36,6 +36,12 @@ class Dataflow:
     def channel(self, message: Message) -> Channel:
         """Return the rank that makes a message and the rank that needs it."""
         return Channel(self._ranks[message.maker], self._ranks[message.taker])
+
+    def sender(self, message: Message) -> Rank:
+        return self._ranks[message.maker]
+
+    def receiver(self, message: Message) -> Rank:
+        return self._ranks[message.taker]
 
     def is_sent(self, message: Message) -> bool:
         """Return whether a message goes to another rank; otherwise it is handed over."""

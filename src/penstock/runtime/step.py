@@ -1,7 +1,7 @@
 """One batch through the schedule: all state of a step, from its first action to its last."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -43,9 +43,15 @@ from penstock.stage.passage import (
     needs_grad,
     stand_in_for,
 )
-from penstock.torch_private import REGISTER_PYTREE_NODE, is_dtensor, pytree
+from penstock.torch_private import (
+    REGISTER_PYTREE_NODE,
+    is_any_autocast_enabled,
+    is_dtensor,
+    pytree,
+)
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 Payload: TypeAlias = tuple[Leaves, pytree.TreeSpec]
 """The leaves of a message, and the structure that they are nested in."""
@@ -368,8 +374,10 @@ def _own_copy(leaf: Any) -> Any:
     return leaf
 
 
-def _without_autocast() -> ExitStack:
+def _without_autocast() -> AbstractContextManager[Any]:
     """Return a context without autocast: a backward runs in the dtypes its forward chose."""
+    if not is_any_autocast_enabled():
+        return _AS_IT_IS
     context = ExitStack()
     for device_type in _AUTOCAST_DEVICES:
         if torch.is_autocast_enabled(device_type):

@@ -63,7 +63,9 @@ class SplitPassage:
         self._forward = forward
         self.held: Sequence[Tensor] = ()
         self._stand_ins: list[Any] = []
-        leaves, structure = pytree.tree_flatten(self.outputs if is_last else None)
+        if not is_last:
+            return
+        leaves, structure = pytree.tree_flatten(self.outputs)
         if any(isinstance(leaf, Tensor) for leaf in leaves):
             self._stand_ins = [
                 stand_in_for(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves

@@ -53,6 +53,7 @@ NAMES = (
     "torch._C:_is_any_autocast_enabled",
     *(f"torch._C:_functions.{node}.{name}" for node in _NODES for name in _NODES[node].split()),
     "torch._ops:OpOverload",
+    "torch.autograd.graph:_engine_run_backward",
     "torch._subclasses.fake_tensor:DataDependentOutputException",
     "torch._subclasses.fake_tensor:DynamicOutputShapeException",
     "torch._subclasses.fake_tensor:FakeTensorMode",
@@ -248,6 +249,29 @@ top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # The innermost transform of torch.func, or None: inside one, autograd does not build our graph.
 # Public: none.
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+
+_run_engine = torch.autograd.graph._engine_run_backward
+
+
+def run_backward(
+    roots: Sequence[Tensor], grads: Sequence[Tensor], wanted: Sequence[Any] | None = None
+) -> Sequence[Tensor | None]:
+    """Run autograd's engine from roots with these gradients, and release the graph.
+
+    Return the gradients of `wanted`, tensors or edges, with None for those that are not reached;
+    or, if it is None, add to the gradients of all leaves. Public: torch.autograd.grad and backward.
+    Those check their arguments first, which takes as long as a small backward; ours are checked.
+    """
+    return _run_engine(
+        tuple(roots),
+        tuple(grads),
+        False,  # Keep the graph.
+        False,  # Make a graph of the gradients.
+        () if wanted is None else tuple(wanted),
+        allow_unreachable=True,
+        accumulate_grad=wanted is None,
+    )
+
 
 # Whether autocast is on for any kind of device. Public: is_autocast_enabled(kind), which needs the
 # kind of a tensor's device, and takes ten times as long.

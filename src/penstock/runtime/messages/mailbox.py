@@ -60,7 +60,7 @@ class Mailbox:
 
     def send(self, message: Message, leaves: list[Any], structure: pytree.TreeSpec) -> None:
         """Send a message; raise an error before any part is sent if the whole cannot be sent."""
-        receiver = self._flow.channel(message).receiver
+        receiver = self._flow.receiver(message)
         outbox = self._outboxes.setdefault(receiver, _Outbox())
         outbox.num_sent += 1
         form = self._forms.get(message)
@@ -85,7 +85,7 @@ class Mailbox:
 
     def receive(self, message: Message) -> tuple[Form, list[Tensor]]:
         """Wait for a message; return its form and its tensors."""
-        sender = self._flow.channel(message).sender
+        sender = self._flow.sender(message)
         inbox = self._inboxes[sender]
         while message not in inbox.posted:
             self._post_next(sender, inbox)
@@ -189,14 +189,14 @@ class Mailbox:
         return f"stage {message.maker}, microbatch {message.mb}: {what}"
 
     def _describe_receive(self, message: Message) -> str:
-        sender = self._flow.channel(message).sender
+        sender = self._flow.sender(message)
         return (
             f"the {message.kind} of microbatch {message.mb} for stage {message.taker} "
             f"from stage {message.maker} on rank {sender}"
         )
 
     def _describe_send(self, message: Message) -> str:
-        receiver = self._flow.channel(message).receiver
+        receiver = self._flow.receiver(message)
         return (
             f"stage {message.taker} on rank {receiver} to take the {message.kind} of microbatch "
             f"{message.mb} from stage {message.maker}"
