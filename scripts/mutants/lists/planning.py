@@ -2,6 +2,7 @@
 
 LAYERS = "tests/planning/test_plan_of_layers.py"
 CHOOSING = "tests/planning/test_choosing.py"
+LEVELS = "tests/planning/test_plan_of_levels.py"
 TABLE = "tests/planning/test_plan_of_a_table.py"
 TESTS = "tests/planning/test_counts.py"
 MUTANTS = [
@@ -62,7 +63,26 @@ MUTANTS = [
         "bounds[index] >= times[0]:",
         CHOOSING,
     ),
-    ("planning/choosing.py", "if found.result.time < before.result.time:", "if False:", CHOOSING),
+    ("planning/choosing.py", "best = min(best, full, key=_rate)", "best = full", CHOOSING),
+    (
+        "planning/choosing.py",
+        "own and bounds[index] >= own[0].result.time",
+        "own and bounds[index] >= own[0].result.lower_bound",
+        CHOOSING,
+    ),
+    ("planning/choosing.py", "quick[:_NUM_FINALISTS]", "quick[:1]", LEVELS),
+    (
+        "planning/level_source.py",
+        "for levels in dict.fromkeys([lightest, *mixes]):",
+        "for levels in dict.fromkeys(mixes):",
+        LEVELS,
+    ),
+    (
+        "planning/level_source.py",
+        "by_memory = sorted(tables, key=lambda level: sum(tables[level].after_forward))",
+        "by_memory = list(tables)",
+        LEVELS,
+    ),
     ("planning/planner.py", "while more and gathered.lacks_memory:", "while False:", LAYERS),
     ("planning/planner.py", "if batch_size % count:", "if count > batch_size:", LAYERS),
     ("planning/plan_table.py", "fixed + rank.peak_memory for", "rank.peak_memory for", LAYERS),

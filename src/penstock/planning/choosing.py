@@ -2,9 +2,11 @@
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.costs.memory_levels import describe_levels
 from penstock.ir import Placement
 from penstock.planning.stage_sources import Choice
 from penstock.solver import Problem, SearchResult, lower_bound, search
@@ -13,6 +15,7 @@ from penstock.solver.placement_choices import describe
 LOGGER = logging.getLogger("penstock")
 _QUICK_EFFORT = 0.02
 _QUICK_SHARE = 0.5  # The share of the time for the brief searches.
+_NUM_FINALISTS = 3  # The number of choices of each shape that are searched thoroughly.
 _LEAST_S = 1.0  # The time that any search may take.
 
 
@@ -31,10 +34,6 @@ class Found:
 
     choice: Choice
     result: SearchResult
-
-    @property
-    def shape(self) -> tuple[int, Placement]:
-        return self.choice.num_microbatches, self.choice.placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,42 +61,60 @@ class _Planning:
         self._limits = limits
         self._start = time.monotonic()
 
-    def search_all(self, choices: Sequence[Choice], bounds: Sequence[float]) -> list[Found]:
+    def search_all(self, choices: Sequence[Choice], bounds: Sequence[float]) -> list[list[Found]]:
         """Return the best shapes after a brief search for each choice, the lowest bound first.
 
-        It ends when the bounds of the other choices prove that none is among the best.
+        Each shape comes with what was found for it, the best first. Uniform levels are searched
+        before mixes of levels. Choices whose bounds prove that they are not the best of their
+        shape, or not of the best shapes, are left out.
         """
-        order = sorted(range(len(choices)), key=lambda index: bounds[index])
-        best: dict[tuple[int, Placement], Found] = {}
+        order = sorted(
+            range(len(choices)), key=lambda index: (not choices[index].is_uniform, bounds[index])
+        )
+        shapes: defaultdict[tuple[int, Placement], list[Found]] = defaultdict(list)
         keep = self._limits.keep
         for place, index in enumerate(order):
-            times = sorted(found.result.time for found in best.values())
+            own = shapes.get(choices[index].shape, [])
+            times = sorted(found[0].result.time for found in shapes.values())
             if len(times) >= keep and bounds[index] > times[keep - 1]:
-                break
+                continue
+            if own and bounds[index] >= own[0].result.time:
+                continue
             left_s = self._left_s(_QUICK_SHARE)
-            if best and left_s <= 0:
+            if shapes and left_s <= 0:
                 self.is_complete = False
                 break
             found = self._search(choices[index], left_s / (len(order) - place), _QUICK_EFFORT)
             LOGGER.info("planning, %d of %d: %s", place + 1, len(order), _describe(found))
-            before = best.setdefault(found.shape, found)
-            if found.result.time < before.result.time:
-                best[found.shape] = found
-        return sorted(best.values(), key=_rate)[:keep]
+            shapes[found.choice.shape].append(found)
+            shapes[found.choice.shape].sort(key=_rate)
+        return sorted(shapes.values(), key=lambda found: _rate(found[0]))[:keep]
 
-    def search_best(self, quick: Sequence[Found]) -> list[Found]:
-        """Search thoroughly where a better schedule may exist, and return the shapes by time."""
-        found = []
-        for place, one in enumerate(quick):
-            best, left_s = one, self._left_s(1.0)
-            if one.result.gap > 0 and left_s <= 0:
+    def search_best(self, shapes: Sequence[list[Found]]) -> list[Found]:
+        """Search thoroughly where a better schedule may exist, and return the shapes by time.
+
+        In each shape these are the best few choices, and all uniform levels: a mix of levels is
+        never slower than one of them.
+        """
+        return sorted(
+            (self._best_of(found, len(shapes) - n) for n, found in enumerate(shapes)), key=_rate
+        )
+
+    def _best_of(self, quick: Sequence[Found], num_left: int) -> Found:
+        """Return the best of one shape; `num_left` shapes share the time that is left."""
+        best = quick[0]
+        finalists = [*quick[:_NUM_FINALISTS], *filter(_has_one_level, quick[_NUM_FINALISTS:])]
+        for place, one in enumerate(finalists):
+            left_s = self._left_s(1.0)
+            if one.result.gap == 0 or one.result.lower_bound >= best.result.time:
+                continue
+            if left_s <= 0:
                 self.is_complete = False
-            elif one.result.gap > 0:
-                full = self._search(one.choice, left_s / (len(quick) - place), 1.0)
-                LOGGER.info("planning, best %d of %d: %s", place + 1, len(quick), _describe(full))
-                best = min(one, full, key=_rate)
-            found.append(best)
-        return sorted(found, key=_rate)
+                break
+            full = self._search(one.choice, left_s / num_left / (len(finalists) - place), 1.0)
+            LOGGER.info("planning, %d shapes left: %s", num_left, _describe(full))
+            best = min(best, full, key=_rate)
+        return best
 
     def _left_s(self, share: float) -> float:
         """Return how much is left of this share of the time."""
@@ -121,6 +138,10 @@ def _problem(choice: Choice) -> Problem:
     return Problem.of(choice.costs, choice.placement, choice.num_microbatches, memory=choice.caps)
 
 
+def _has_one_level(found: Found) -> bool:
+    return bool(found.choice.levels) and found.choice.is_uniform
+
+
 def _rate(found: Found) -> tuple[float, float, int]:
     """Return a sort key: time, then peak memory, then the number of microbatches."""
     result = found.result
@@ -129,7 +150,8 @@ def _rate(found: Found) -> tuple[float, float, int]:
 
 def _describe(found: Found) -> str:
     choice, result = found.choice, found.result
+    levels = f", levels {describe_levels(choice.levels)}" if choice.levels else ""
     return (
-        f"{choice.num_microbatches} microbatches, {describe(choice.placement)}: time "
+        f"{choice.num_microbatches} microbatches, {describe(choice.placement)}{levels}: time "
         f"{result.time:.5g}, gap {result.gap:.2%}"
     )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.costs import CostTable
+from penstock.costs.memory_levels import Level, describe_levels
 from penstock.cutting import SplitPoint
 from penstock.ir import Placement, Schedule
 from penstock.partition import Partition
@@ -33,6 +34,8 @@ class PlanRow:
     parameter_memory: tuple[float, ...]
     """The memory of each rank for parameters, their gradients and the optimizer's state."""
     result: SearchResult
+    levels: tuple[Level, ...] = ()
+    """The memory level of each stage; none if no levels were given."""
 
     @property
     def schedule(self) -> Schedule:
@@ -71,10 +74,11 @@ class PlanRow:
         return tuple(fixed + rank.peak_memory for fixed, rank in ranks)
 
     def __repr__(self) -> str:
+        levels = f", levels=({describe_levels(self.levels)})" if self.levels else ""
         return (
             f"PlanRow({self.num_microbatches} microbatches of {self.mb_size}, "
             f"{describe(self.placement)}, time={self.time:g}, bubble={self.bubble:.2%}, "
-            f"memory={max(self.memory):g}, gap={self.gap:.2%})"
+            f"memory={max(self.memory):g}, gap={self.gap:.2%}{levels})"
         )
 
 
@@ -114,7 +118,8 @@ class Plan:
         return f"Plan(best={self.best!r}, rows={len(self.rows)}, left_out={len(self.left_out)})"
 
     def __str__(self) -> str:
-        header = ("microbatches", "size", "time", "bubble", "memory", "gap", "placement")
+        numbers = ("microbatches", "size", "time", "bubble", "memory", "gap")
+        words = ("placement", "schedule", *(["levels"] if self.best.levels else []))
         rows = [
             (
                 str(row.num_microbatches),
@@ -125,6 +130,7 @@ class Plan:
                 f"{row.gap:.2%}",
                 describe(row.placement),
                 row.schedule_name,
+                *([describe_levels(row.levels)] if row.levels else []),
             )
             for row in self.rows
         ]
@@ -133,18 +139,18 @@ class Plan:
             [
                 f"time {self.best.time:.5g}, bound {self.lower_bound:.5g} over "
                 f"{self.num_considered} choices, gap {self.gap:.2%}{stopped}",
-                *_align([(*header, "schedule"), *rows]),
+                *_align([(*numbers, *words), *rows], num_numbers=len(numbers)),
                 *_reasons(self.left_out),
             ]
         )
 
 
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: the last two columns are aligned left, the others right."""
+def _align(rows: Sequence[Sequence[str]], *, num_numbers: int) -> list[str]:
+    """Return the lines of a table: columns of numbers are aligned right, the others left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if index >= len(row) - 2 else cell.rjust(width)
+            cell.rjust(width) if index < num_numbers else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

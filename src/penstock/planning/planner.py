@@ -1,12 +1,13 @@
 """Plan the cut, the number of microbatches and the schedule for a model together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.costs import CostTable
+from penstock.costs.memory_levels import Level
 from penstock.cutting import LayerCost
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Placement
@@ -14,6 +15,7 @@ from penstock.planning.batch_layers import GivenLayers, LayersOfBatch, ModelLaye
 from penstock.planning.checked_counts import to_amount, to_count, to_counts
 from penstock.planning.choosing import Found, Limits, choose
 from penstock.planning.layer_source import LayerSource
+from penstock.planning.level_source import LevelSource
 from penstock.planning.microbatch_counts import choose_counts, larger_counts
 from penstock.planning.plan_table import LeftOut, Plan, PlanRow
 from penstock.planning.stage_sources import AbstractSource, Choice, Refusal, Request, TableSource
@@ -22,7 +24,7 @@ from penstock.solver.problem import in_full
 
 
 def plan(
-    what: nn.Module | Sequence[LayerCost] | CostTable,
+    what: nn.Module | Sequence[LayerCost] | CostTable | Mapping[Level, CostTable],
     num_ranks: int,
     *,
     batch: Any,
@@ -50,6 +52,7 @@ def plan(
       `layers` is as in `penstock.cut_between_modules`.
     - costs of layers for microbatches of `mb_size` samples; `batch` is a number of samples.
     - a table of stages, with the same `mb_size` and `batch`; `memory` is for activations only.
+    - tables of the same stages by memory level; the plan chooses a level for each stage.
 
     Each rank has `memory`, of which parameters take `bytes_per_parameter_byte` times their size.
     The default counts each parameter, its gradient and Adam's two moments.
@@ -119,9 +122,10 @@ def _read_model(
 
 
 def _read_costs(what: Any, batch: Any, mb_size: int | None, request: Request) -> AbstractSource:
-    if not isinstance(what, CostTable | Sequence):
+    if not isinstance(what, CostTable | Mapping | Sequence):
         raise CostError(
-            f"what is {what!r}. Expected a model, a sequence of LayerCost, or a CostTable."
+            f"what is {what!r}. Expected a model, a sequence of LayerCost, a CostTable, or one for "
+            "each memory level."
         )
     if mb_size is None:
         raise CostError(
@@ -131,6 +135,8 @@ def _read_costs(what: Any, batch: Any, mb_size: int | None, request: Request) ->
     sizes = to_count("mb_size", mb_size), to_count("batch", batch)
     if isinstance(what, CostTable):
         return TableSource(what, *sizes, request)
+    if isinstance(what, Mapping):
+        return LevelSource(what, *sizes, request)
     return LayerSource(GivenLayers(what, *sizes), request)
 
 
@@ -201,6 +207,7 @@ def _row(found: Found, batch_size: int) -> PlanRow:
         costs=choice.costs,
         parameter_memory=choice.parameter_memory,
         result=found.result,
+        levels=choice.levels,
     )
 
 

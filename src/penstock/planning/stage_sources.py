@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from penstock.costs import CostTable
+from penstock.costs.memory_levels import Level
 from penstock.errors import ScheduleError
 from penstock.ir import Placement
 from penstock.partition import Partition
@@ -38,6 +39,17 @@ class Choice:
     parameter_memory: tuple[float, ...]
     partition: Partition | None
     cut_points: tuple[str, ...]
+    levels: tuple[Level, ...] = ()
+    """The memory level of each stage; none if no levels were given."""
+
+    @property
+    def shape(self) -> tuple[int, Placement]:
+        return self.num_microbatches, self.placement
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if all stages have the same level."""
+        return len(set(self.levels)) <= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +110,17 @@ class TableSource(AbstractSource):
         return placements(self._request.num_ranks, [self._stages_per_rank])
 
     def choices(self, num_microbatches: int, placement: Placement) -> list[Choice] | Refusal:
+        costs = self.costs(num_microbatches)
+        least = least_memory(costs, placement)
+        if least > self._request.memory * ROUNDING:
+            return Refusal.for_memory(least, ())
+        return [choose_stages(self._request, num_microbatches, placement, costs)]
+
+    def costs(self, num_microbatches: int) -> CostTable:
+        """Return the costs for one of `num_microbatches` microbatches of equal size."""
         request, table = self._request, self._table
         factor = self._batch_size / num_microbatches / self._mb_size
-        costs = CostTable(
+        return CostTable(
             forward=self._scale(table.forward, factor),
             backward_input=self._scale(table.backward_input, factor),
             backward_weight=self._scale(table.backward_weight, factor),
@@ -116,17 +136,29 @@ class TableSource(AbstractSource):
             gathered=table.gathered,
             overlap_saving=table.overlap_saving,
         )
-        least = max(sum_by_rank(costs.after_forward, placement))
-        if least > request.memory * ROUNDING:
-            return Refusal.for_memory(least, ())
-        num_ranks = request.num_ranks
-        caps, nothing = (request.memory,) * num_ranks, (0.0,) * num_ranks
-        return [Choice(num_microbatches, placement, costs, caps, nothing, None, ())]
 
     def _scale(self, times: Sequence[float], factor: float) -> list[float]:
         """Return times for microbatches of another size; the overhead in them is not scaled."""
         fixed = [min(self._request.overhead, time) for time in times]
         return [part + (time - part) * factor for part, time in zip(fixed, times, strict=True)]
+
+
+def choose_stages(
+    request: Request,
+    num_microbatches: int,
+    placement: Placement,
+    costs: CostTable,
+    levels: tuple[Level, ...] = (),
+) -> Choice:
+    """Return the choice of stages that were given; all memory is for their activations."""
+    caps = (request.memory,) * request.num_ranks
+    nothing = (0.0,) * request.num_ranks
+    return Choice(num_microbatches, placement, costs, caps, nothing, None, (), levels)
+
+
+def least_memory(costs: CostTable, placement: Placement) -> float:
+    """Return the memory per rank with which one microbatch at a time fits."""
+    return max(sum_by_rank(costs.after_forward, placement))
 
 
 def placements(num_ranks: int, stages_per_rank: Sequence[int]) -> list[Placement]:
