@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from penstock.runtime import Auto as Auto
     from penstock.runtime import Pipeline as Pipeline
     from penstock.runtime import measure_costs as measure_costs
+    from penstock.runtime import measure_memory_levels as measure_memory_levels
     from penstock.runtime import record as record
     from penstock.sim import simulate as simulate
     from penstock.solver import SearchResult as SearchResult
@@ -92,6 +93,7 @@ _OWN_NAMES = {
     "local_ranks": "comm",
     "measure_costs": "runtime",
     "measure_layers": "cutting",
+    "measure_memory_levels": "runtime",
     "plan": "planning",
     "record": "runtime",
     "search": "solver",

@@ -12,7 +12,8 @@ import penstock
 from fuzzing import IS_LONG
 from limits import HANG_S
 from penstock import CostTable, Placement, Plan, simulate
-from penstock.costs.memory_levels import Level, mix_levels
+from penstock.costs import Level
+from penstock.costs.memory_levels import mix_levels
 from penstock.errors import CostError, ScheduleError
 from penstock.planning.level_source import _mixes
 from penstock.solver import Problem, lower_bound

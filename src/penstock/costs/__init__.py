@@ -2,5 +2,6 @@
 
 from penstock.costs.cost_table import CostTable, EdgeCost, StageCost
 from penstock.costs.footprint import Footprint
+from penstock.costs.memory_levels import Level
 
-__all__ = ["CostTable", "EdgeCost", "Footprint", "StageCost"]
+__all__ = ["CostTable", "EdgeCost", "Footprint", "Level", "StageCost"]

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations_with_replacement, product
 from math import comb
 
-from penstock.costs import CostTable
-from penstock.costs.memory_levels import Level, check_tables, mix_levels
+from penstock.costs import CostTable, Level
+from penstock.costs.memory_levels import check_tables, mix_levels
 from penstock.ir import Placement
 from penstock.passes.held_memory import ROUNDING
 from penstock.planning.stage_sources import (

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.costs import CostTable
-from penstock.costs.memory_levels import Level, describe_levels
+from penstock.costs import CostTable, Level
+from penstock.costs.memory_levels import describe_levels
 from penstock.cutting import SplitPoint
 from penstock.ir import Placement, Schedule
 from penstock.partition import Partition

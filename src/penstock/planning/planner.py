@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.costs import CostTable
-from penstock.costs.memory_levels import Level
+from penstock.costs import CostTable, Level
 from penstock.cutting import LayerCost
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Placement

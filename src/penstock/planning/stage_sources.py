@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from penstock.costs import CostTable
-from penstock.costs.memory_levels import Level
+from penstock.costs import CostTable, Level
 from penstock.errors import ScheduleError
 from penstock.ir import Placement
 from penstock.partition import Partition

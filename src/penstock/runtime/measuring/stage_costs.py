@@ -1,5 +1,6 @@
 """A cost table of real stages on real ranks."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,6 +25,8 @@ from penstock.stage.passage import stand_in_for
 from penstock.stage.unchanged import kept_as_it_was
 from penstock.torch_private import pytree
 
+LOGGER = logging.getLogger("penstock")
+
 
 def measure_costs(
     stages: PipelineStage | Sequence[PipelineStage],
@@ -46,15 +49,40 @@ def measure_costs(
     and as many with full backwards. Gradients, buffers and the random state are left as they
     were; hooks on gradients run as in training.
     """
-    for name, value in (("repeats", repeats), ("warm_up", warm_up)):
-        if not isinstance(value, int) or value < 1:
-            raise CostError(f"{name} is {value!r}. Expected a whole number, at least 1.")
+    return measure_stages(
+        CostPilot(warm_up, repeats),
+        stages,
+        num_microbatches,
+        loss_fn,
+        *args,
+        target=target,
+        kwargs=kwargs,
+        loss_kwargs=loss_kwargs,
+        args_chunk_spec=args_chunk_spec,
+        kwargs_chunk_spec=kwargs_chunk_spec,
+        timeout=timeout,
+    )
+
+
+def measure_stages(
+    pilot: "CostPilot",
+    stages: PipelineStage | Sequence[PipelineStage],
+    num_microbatches: int,
+    loss_fn: LossFn,
+    *args: Any,
+    target: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    loss_kwargs: dict[str, Any] | None = None,
+    args_chunk_spec: Any = None,
+    kwargs_chunk_spec: Any = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> CostTable:
+    """Run the steps of the pilot; the other arguments are those of `measure_costs`."""
     if loss_fn is None:
         raise CostError(
             "loss_fn is None, but without a loss there is no backward to measure. Give the "
             "loss_fn of the training."
         )
-    pilot = _CostPilot(warm_up, repeats)
     pipeline = Pipeline(
         stages,
         pilot,
@@ -87,16 +115,24 @@ def measure_costs(
     return pilot.costs
 
 
-class _CostPilot(AbstractPilot):
-    """A pilot that chooses the steps in which costs are measured, and then has the costs."""
+class CostPilot(AbstractPilot):
+    """A pilot that chooses the steps in which costs are measured, and then has the costs.
 
-    def __init__(self, warm_up: int, repeats: int) -> None:
+    `title` says what is measured, if there is more to say than the stages; it is logged.
+    """
+
+    def __init__(self, warm_up: int, repeats: int, title: str = "") -> None:
+        for name, value in (("repeats", repeats), ("warm_up", warm_up)):
+            if not isinstance(value, int) or value < 1:
+                raise CostError(f"{name} is {value!r}. Expected a whole number, at least 1.")
         self.costs: CostTable | None = None
         self._counts = warm_up, repeats
+        self._title = title
 
     @property
     def options(self) -> str:
-        return "warm_up {}, repeats {}".format(*self._counts)
+        counts = "warm_up {}, repeats {}".format(*self._counts)
+        return f"{counts}, {self._title}" if self._title else counts
 
     def start(
         self,
@@ -107,6 +143,8 @@ class _CostPilot(AbstractPilot):
     ) -> Schedule:
         warm_up, repeats = self._counts
         self._comm, self._device = comm, device
+        if self._title and comm.rank == 0:
+            LOGGER.info("measuring %s", self._title)
         self._measuring = Measuring(
             safe_schedule(placement, num_microbatches), device, warm_up=warm_up, repeats=repeats
         )
