@@ -37,6 +37,8 @@ def folder(tmp_path: Path) -> Path:
     schedule = schedules.get("1F1B")(num_ranks=4, num_microbatches=8)
     costs = CostTable.uniform(4, delay=0.1)
     costs.save(tmp_path / "costs.json")
+    CostTable.uniform(4, after_forward=8).save(tmp_path / "full.json")
+    CostTable.uniform(4, backward_input=1.5, after_forward=4).save(tmp_path / "half.json")
     step = RecordedStep(0, simulate(schedule, costs).timeline)
     Recording((step,)).save(tmp_path / "run.json")
     [model] = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)

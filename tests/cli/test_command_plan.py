@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import run
 
-from penstock import Schedule
+from penstock import CostTable, Schedule, simulate
 from penstock.cli import main
 from penstock.errors import OptionError
 
@@ -163,3 +163,50 @@ def test_error_of_the_function_is_the_cause_that_debug_shows() -> None:
 )
 def test_option_that_cannot_be_used_is_told_in_one_line(args: list[str], expected: str) -> None:
     assert run("plan", "planned_model:make", *args).error.startswith(expected)
+
+
+LEVELS = ("plan", "--level", "1=full.json", "--level", "half=half.json")
+SIZES = ("--batch", 8, "--mb-size", 1)
+
+
+@pytest.fixture
+def _levels() -> None:
+    CostTable.uniform(4, after_forward=8.0, after_input=4.0).save("full.json")
+    CostTable.uniform(4, backward_input=1.5, after_forward=4.0, after_input=4.0).save("half.json")
+
+
+@pytest.mark.usefixtures("_levels")
+def test_plan_of_levels_prints_the_level_of_each_stage() -> None:
+    args = (*LEVELS, *SIZES, "-m", 8, "--memory", 16, "--effort", 0.1)
+    header, row, bound = run(*args).lines
+    assert "levels" == header.split()[-1]
+    assert row.endswith("  16  0.00%  0-1: half, 2-3: 1")  # Without a unit, as in the files.
+    assert bound.startswith("No schedule for any of the 16 choices is faster than")
+    files = ("-o", "best.csv", "--save-costs", "mixed.json", "--json")
+    [fact] = json.loads(run(*args, *files).out)["rows"]
+    assert ["half", "half", 1.0, 1.0] == fact["levels"]
+    schedule = Schedule.from_csv(Path("best.csv").read_text())
+    costs = CostTable.load("mixed.json")
+    assert (4.0, 4.0, 8.0, 8.0) == costs.after_forward
+    assert fact["time"] == simulate(schedule, costs).makespan
+
+
+@pytest.mark.usefixtures("_levels")
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["plan"], "Nothing to plan was given. Expected MODULE:FUNCTION, for a model, or --level"),
+        ([*LEVELS, "planned_model:make"], "planned_model:make and --level were both given."),
+        ([*LEVELS, "--mb-size", 1], "--batch is missing. Give it with --level"),
+        ([*LEVELS, "--batch", 8], "--mb-size is missing. Give it with --level"),
+        (["plan", "planned_model:make", "--batch", 8], "--batch is 8. It is for --level: leave"),
+        (["plan", "--level", "full.json", *SIZES], "--level is 'full.json'. Expected a level and"),
+        ([*LEVELS, *SIZES, "--level", "1.0=half.json"], "--level holds 1.0 twice. Give each"),
+        (["plan", "--level", "1=none.json", *SIZES], "none.json cannot be read: No such file"),
+        ([*LEVELS, *SIZES, "--measure"], "measure is True. It is for a model, but costs were"),
+    ],
+)
+def test_levels_that_cannot_be_planned_are_told_in_one_line(
+    args: list[object], expected: str
+) -> None:
+    assert run(*args).error.startswith(expected)

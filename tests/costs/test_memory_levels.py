@@ -97,4 +97,4 @@ def test_tables_that_are_not_of_the_same_stages_are_refused(table: Any, message:
 
 
 def test_levels_are_described_by_stage() -> None:
-    assert "0: light, 1-3: 1.0, 4: light" == describe_levels(["light", 1.0, 1.0, 1.0, "light"])
+    assert "0: light, 1-3: 1, 4: light" == describe_levels(["light", 1.0, 1.0, 1.0, "light"])

@@ -173,7 +173,7 @@ def test_plan_shows_the_levels() -> None:
     found = plan(LEVELS, memory=16.0)
     lines = str(found).splitlines()
     assert ["placement", "schedule", "levels"] == lines[1].split()[-3:]
-    shown = "0-1: 0.5, 2-3: 1.0"
+    shown = "0-1: 0.5, 2-3: 1"
     assert lines[2].endswith(f"  {shown}")
     assert repr(found.best).endswith(f", levels=({shown}))")
     assert "levels" not in str(plan(KEPT)) + repr(plan(KEPT))

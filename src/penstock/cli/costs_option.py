@@ -29,7 +29,7 @@ def read_costs(text: str | None, delay: float | None) -> GivenCosts:
             f"--costs is {text!r}, which is neither a file nor three numbers. Expected the times "
             "of F, I and W, such as 1,1,0.5, or a file that CostTable.save wrote."
         )
-    return _load(text, delay)
+    return load_costs(text, delay)
 
 
 def with_gather_costs(costs: GivenCosts, text: str | None) -> GivenCosts:
@@ -66,7 +66,7 @@ def costs_of(recording: Recording, delay: float | None) -> TableCosts:
     return TableCosts(with_delay(recording.costs(), delay), "s", recording.schedule)
 
 
-def _load(path: str, delay: float | None) -> TableCosts:
+def load_costs(path: str, delay: float | None) -> TableCosts:
     """Load costs from a file of costs or a recording."""
     text = read_text(path)
     try:

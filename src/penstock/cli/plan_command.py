@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.files import PIPE, check_output, write_text
+from penstock.cli.levels_option import LevelTexts, read_levels
 from penstock.cli.options import AsJson, Effort, Output, Seconds
 from penstock.cli.screen import print_json, print_table, sign_of_life
 from penstock.cli.user_code import errors_in_one_line, load_function
 from penstock.costs.amounts import to_amount, to_counts
-from penstock.costs.units import TimeUnit, in_memory, in_time
+from penstock.costs.memory_levels import describe_levels
+from penstock.costs.units import MemoryUnit, TimeUnit, in_memory, in_time
 from penstock.errors import OptionError
 from penstock.solver.placement_choices import describe
 
@@ -22,11 +24,13 @@ if TYPE_CHECKING:  # torch is loaded when the command runs.
 
 def plan(
     function: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="MODULE:FUNCTION", help="Function that makes the model; FILE.py:… works too."
+            metavar="MODULE:FUNCTION",
+            help="Function that makes the model; FILE.py:… works too. Or give --level.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     ranks: Annotated[
         int, typer.Option("--ranks", "-p", metavar="N", min=1, help="Number of ranks.")
     ] = 4,
@@ -56,6 +60,17 @@ def plan(
     overhead: Annotated[
         float, typer.Option(metavar="TIME", min=0, help="Time of an action besides its work.")
     ] = 0.0,
+    level: LevelTexts = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Number of samples in a batch, with --level."),
+    ] = None,
+    mb_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Number of samples in the microbatches of the files."
+        ),
+    ] = None,
     seconds: Seconds = 60.0,
     effort: Effort = 1.0,
     output: Output = None,
@@ -74,10 +89,14 @@ def plan(
     Times are in operations; with --speed or --measure they are in seconds, and so are --delay and
     --overhead. The best schedule is written as CSV if a file is given.
 
+    Stages whose costs were measured at several memory levels are given as --level, with --batch and
+    --mb-size in place of a function. A level is chosen for each stage.
+
     \b
     penstock plan my_model:make -p 4 --memory 8GiB
     penstock plan my_model.py:make -p 8 --speed 1e14 -o best.csv --save-costs costs.json
     penstock plan my_model:make -p 2 --measure --microbatches 4,8 --json
+    penstock plan --level 1=full.json --level 0.5=half.json --batch 64 --mb-size 4 --memory 8GiB
     """
     if as_json and output == PIPE:
         raise OptionError("--json and --output - would both print. Give one of them.")
@@ -94,15 +113,40 @@ def plan(
         "seconds": seconds,
         "effort": effort,
     }
+    _check_source(function, level, {"--batch": batch, "--mb-size": mb_size})
     with sign_of_life("Planning"):
-        found = _plan(function, ranks, options)
+        if function is None:
+            found = _plan_levels(level or [], ranks, options | {"batch": batch, "mb_size": mb_size})
+        else:
+            found = _plan(function, ranks, options)
     _write(found, output, save_costs)
     if as_json:
         print_json(_facts(found))
     elif output != PIPE:
-        _print(found, "s" if measure or speed is not None else "")
+        _print(found, "s" if measure or speed is not None else "", "" if level else "bytes")
         for path in filter(None, (output, save_costs)):
             print(f"wrote {path}")
+
+
+def _check_source(
+    function: str | None, level: list[str] | None, sizes: dict[str, int | None]
+) -> None:
+    """Raise an error unless either a function or levels with their sizes are given."""
+    if function is None and not level:
+        raise OptionError(
+            "Nothing to plan was given. Expected MODULE:FUNCTION, for a model, or --level, for "
+            "costs of its stages."
+        )
+    if function is not None and level:
+        raise OptionError(
+            f"{function} and --level were both given. Expected a model, or costs of its stages: "
+            "leave one of them out."
+        )
+    for name, size in sizes.items():
+        if level and size is None:
+            raise OptionError(f"{name} is missing. Give it with --level: a number of samples.")
+        if function is not None and size is not None:
+            raise OptionError(f"{name} is {size}. It is for --level: leave it out.")
 
 
 def _write(found: "Plan", output: str | None, save_costs: str | None) -> None:
@@ -125,6 +169,12 @@ def _plan(name: str, num_ranks: int, options: dict[str, Any]) -> "Plan":
     logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
     with errors_in_one_line("The model failed"):
         return make_plan(model, num_ranks, batch=args, kwargs=kwargs, **options)
+
+
+def _plan_levels(texts: list[str], num_ranks: int, options: dict[str, Any]) -> "Plan":
+    from penstock.planning import plan as make_plan
+
+    return make_plan(read_levels(texts), num_ranks, **options)
 
 
 def _check_made(name: str, made: Any) -> tuple["nn.Module", tuple[Any, ...], dict[str, Any]]:
@@ -154,7 +204,8 @@ def _check_made(name: str, made: Any) -> tuple["nn.Module", tuple[Any, ...], dic
     return model, tuple(args), kwargs
 
 
-def _print(found: "Plan", unit: TimeUnit) -> None:
+def _print(found: "Plan", unit: TimeUnit, memory_unit: MemoryUnit) -> None:
+    has_levels = bool(found.best.levels)
     header = ("schedule", "placement", "microbatches", "size", "time", "bubble", "memory", "gap")
     rows = [
         (
@@ -164,18 +215,21 @@ def _print(found: "Plan", unit: TimeUnit) -> None:
             str(row.mb_size),
             in_time(row.time, unit),
             f"{row.bubble:.2%}",
-            in_memory(max(row.memory), "bytes"),
+            in_memory(max(row.memory), memory_unit),
             f"{row.gap:.2%}",
+            *([describe_levels(row.levels)] if has_levels else []),
         )
         for row in found.rows
     ]
-    print_table(header, rows, words=("schedule", "placement"))
+    words = ("schedule", "placement", "levels")
+    print_table((*header, "levels") if has_levels else header, rows, words=words)
     stopped = "" if found.is_complete else ", stopped by its time budget"
     print(
         f"No schedule for any of the {found.num_considered} choices is faster than "
         f"{in_time(found.lower_bound, unit)}: gap {found.gap:.2%}{stopped}."
     )
-    print(f"The best cuts before {', '.join(found.best.cut_points) or 'nothing'}.")
+    if not has_levels:
+        print(f"The best cuts before {', '.join(found.best.cut_points) or 'nothing'}.")
     for choice in found.left_out:
         where = describe(choice.placement)
         print(f"left out: {choice.num_microbatches} microbatches, {where}: {choice.reason}")
@@ -210,5 +264,6 @@ def _row_facts(row: "PlanRow") -> dict[str, Any]:
         "gap": row.gap,
         "memory": row.memory,
         "cut_points": row.cut_points,
+        "levels": row.levels,
         "schedule": row.schedule.to_csv(),
     }

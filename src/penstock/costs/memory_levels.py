@@ -87,10 +87,10 @@ def describe_levels(levels: Sequence[Level]) -> str:
     >>> describe_levels([0.5, 0.5])
     '0.5'
     """
-    runs = [(level, [*run]) for level, run in groupby(range(len(levels)), lambda n: levels[n])]
+    texts = [level if isinstance(level, str) else f"{level:g}" for level in levels]
+    runs = [(text, [*run]) for text, run in groupby(range(len(texts)), lambda n: texts[n])]
     if len(runs) == 1:
-        return str(levels[0])
+        return texts[0]
     return ", ".join(
-        f"{run[0]}-{run[-1]}: {level}" if len(run) > 1 else f"{run[0]}: {level}"
-        for level, run in runs
+        f"{run[0]}-{run[-1]}: {text}" if len(run) > 1 else f"{run[0]}: {text}" for text, run in runs
     )
