@@ -3,8 +3,10 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import inf
 
 from penstock.costs.memory_levels import describe_levels
 from penstock.ir import Placement
@@ -68,27 +70,40 @@ class _Planning:
         before mixes of levels. Choices whose bounds prove that they are not the best of their
         shape, or not of the best shapes, are left out.
         """
-        order = sorted(
+        left = sorted(
             range(len(choices)), key=lambda index: (not choices[index].is_uniform, bounds[index])
         )
         shapes: defaultdict[tuple[int, Placement], list[Found]] = defaultdict(list)
-        keep = self._limits.keep
-        for place, index in enumerate(order):
-            own = shapes.get(choices[index].shape, [])
-            times = sorted(found[0].result.time for found in shapes.values())
-            if len(times) >= keep and bounds[index] > times[keep - 1]:
-                continue
-            if own and bounds[index] >= own[0].result.time:
-                continue
+        while left := self._promising(left, choices, bounds, shapes):
             left_s = self._left_s(_QUICK_SHARE)
             if shapes and left_s <= 0:
                 self.is_complete = False
                 break
-            found = self._search(choices[index], left_s / (len(order) - place), _QUICK_EFFORT)
-            LOGGER.info("planning, %d of %d: %s", place + 1, len(order), _describe(found))
+            found = self._search(choices[left[0]], left_s / len(left), _QUICK_EFFORT)
+            left = left[1:]
             shapes[found.choice.shape].append(found)
             shapes[found.choice.shape].sort(key=_rate)
-        return sorted(shapes.values(), key=lambda found: _rate(found[0]))[:keep]
+            place = sum(map(len, shapes.values()))
+            LOGGER.info(
+                "planning, %d of at most %d: %s", place, place + len(left), _describe(found)
+            )
+        return sorted(shapes.values(), key=lambda found: _rate(found[0]))[: self._limits.keep]
+
+    def _promising(
+        self,
+        left: Sequence[int],
+        choices: Sequence[Choice],
+        bounds: Sequence[float],
+        shapes: Mapping[tuple[int, Placement], Sequence[Found]],
+    ) -> list[int]:
+        """Return those of `left` that may be the best of their shape, and of the shapes to keep."""
+        times = {shape: found[0].result.time for shape, found in shapes.items()}
+        worst = next(islice(sorted(times.values()), self._limits.keep - 1, None), inf)
+        return [
+            index
+            for index in left
+            if bounds[index] <= worst and bounds[index] < times.get(choices[index].shape, inf)
+        ]
 
     def search_best(self, shapes: Sequence[list[Found]]) -> list[Found]:
         """Search thoroughly where a better schedule may exist, and return the shapes by time.
