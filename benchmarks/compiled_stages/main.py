@@ -29,7 +29,7 @@ import contenders
 from contenders import PENSTOCK, TORCH, Contender
 from process_memory import allocated_bytes, keep_freed_pages
 from processes import environment, run_ranks
-from split_backward.model import Block
+from split_backward.model import HEADS, Block
 
 import penstock
 from penstock.backward import SplitEngine
@@ -38,6 +38,7 @@ BLOCKS = 4
 # Width: batch, tokens, rounds.
 SIZES = {64: (1, 16, 400), 256: (2, 64, 80), 512: (4, 128, 20)}
 WHOLE, SPLIT, EAGER = "torch.compile, whole", "penstock.compile, split", "eager engine, split"
+OPAQUE = "eager engine, split, with attention by torch.compile"
 Quartiles = tuple[float, float, float]
 
 
@@ -46,6 +47,32 @@ def compile_all(blocks: nn.Sequential, compiler: Callable[[Any], Any], unit: str
     if unit == "stage":
         return compiler(blocks)  # type: ignore[no-any-return]  # a compiled module
     return nn.Sequential(*map(compiler, blocks))
+
+
+def attend(qkv: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2)
+
+
+class OpaqueBlock(Block):
+    """A block whose attention alone is compiled, by torch.compile."""
+
+    def __init__(self, width: int, attend: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(width)
+        self.attend = attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, HEADS, width // HEADS)
+        x = x + self.out(self.attend(qkv).reshape(batch, tokens, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+def opaque_blocks(blocks: nn.Sequential, width: int) -> nn.Sequential:
+    """Return blocks with the same weights, whose attention is compiled."""
+    compiled = torch.compile(attend)
+    opaque = nn.Sequential(*(OpaqueBlock(width, compiled) for _ in blocks))
+    opaque.load_state_dict(blocks.state_dict())
+    return opaque
 
 
 class Halves:
@@ -90,6 +117,15 @@ class Halves:
         return after_forward, after_input
 
 
+def check_equal(eager: nn.Module, opaque: nn.Module, x: Tensor, grad: Tensor) -> None:
+    """Raise an error unless the engine gives both modules the gradients of plain autograd."""
+    eager(x).backward(grad)
+    SplitEngine(opaque).forward(x).backward(grad)
+    for (name, expected), found in zip(eager.named_parameters(), opaque.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, msg=name)
+    x.grad = None
+
+
 def measure_halves(width: int, unit: str, rounds: int) -> dict[str, Any]:
     batch, tokens, _ = SIZES[width]
     torch.manual_seed(0)
@@ -98,9 +134,11 @@ def measure_halves(width: int, unit: str, rounds: int) -> dict[str, Any]:
         WHOLE: Halves(compile_all(blocks, torch.compile, unit), is_split=False),
         SPLIT: Halves(compile_all(blocks, penstock.compile, unit), is_split=True),
         EAGER: Halves(blocks, is_split=True),
+        OPAQUE: Halves(opaque_blocks(blocks, width), is_split=True),
     }
     x = torch.randn(batch, tokens, width, requires_grad=True)
     grad = torch.randn_like(x)
+    check_equal(entrants[EAGER].module, entrants[OPAQUE].module, x, grad)
     times: dict[str, list[list[float]]] = {who: [] for who in entrants}
     warm_up = max(3, rounds // 10)
     names = list(entrants)
@@ -128,6 +166,7 @@ def measure_halves(width: int, unit: str, rounds: int) -> dict[str, Any]:
         "split_over_eager": ratio(SPLIT, EAGER),
         "weight_share": share(SPLIT),
         "weight_share_eager": share(EAGER),
+        "weight_share_opaque": share(OPAQUE),
         "after_input_over_after_forward": after_input / after_forward,
     }
 
