@@ -97,6 +97,7 @@ def test_placement_and_number_of_microbatches_follow_from_the_cells(
         '"0F0",0B0\n1F0,"1I0",1W0\n',
         "\ufeff0F0,0B0\n1F0,1I0,1W0\n",
         "00F0,0B000\n01F0,1I0,1W0\n",
+        "0F0,0WAIT_SEND_F0,0B0\n1F0,1I0,1WAIT_SEND_B0,1W0,1WAIT_REDUCE_GRAD\n",
     ],
     ids=[
         "no last newline",
@@ -108,6 +109,7 @@ def test_placement_and_number_of_microbatches_follow_from_the_cells(
         "quotes",
         "byte order mark",
         "leading zeros",
+        "waits of torch 2.15",
     ],
 )
 def test_same_orders_are_read_whatever_the_writer_did(text: str) -> None:
@@ -138,6 +140,9 @@ def test_largest_number_has_nine_digits() -> None:
         "0F٣",
         "0SEND_F",
         "0UNSHARD0",
+        "0WAIT_REDUCE_GRAD0",
+        "0WAIT_SEND_F",
+        "0WAIT_RECV_F0",
         "\ufeff0F0",
         "0F0\x00",
         "(0F0;0B1)",

@@ -176,7 +176,13 @@ def test_torchs_lowered_schedule_is_read_and_verified_here(name: str) -> None:
         assert schedule.has_sharding
         computes = [filter(is_compute, order) for order in schedule.orders]
         assert Schedule.from_csv(to_text(orders)) == schedule.with_orders(computes)
-        assert text == schedule.to_csv()
+        assert without_waits(text) == schedule.to_csv()
+
+
+def without_waits(text: str) -> str:
+    """Leave out the waits that torch 2.15 added to its text; older texts have none."""
+    lines = ([cell for cell in line.split(",") if "WAIT_" not in cell] for line in text.split("\n"))
+    return "\n".join(map(",".join, lines))
 
 
 @pytest.mark.parametrize("kind", SHARDING_TYPES)

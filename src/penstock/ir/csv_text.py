@@ -4,6 +4,8 @@
     1F0,1B0,1F1,1B1
 
 An empty cell is an idle slot; it says nothing about the order and is dropped.
+So are the cells by which torch 2.15 waits for what it has started, such as 0WAIT_REDUCE_GRAD or
+0WAIT_SEND_F1: our runtime knows itself when to wait.
 A message that skips stages also names its other end; torch has no cell for this. 0SEND_F1>3 goes
 from stage 0 to stage 3, where it is 3RECV_F1<0.
 """
@@ -52,6 +54,7 @@ _COMMS: Final[dict[str, int]] = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_
 _SINGLE = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{1,9})([<>][0-9]{1,9})?")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _SHARDING = re.compile(r"([0-9]{1,9})(UNSHARD|RESHARD|REDUCE_GRAD)")
+_WAIT = re.compile(r"[0-9]{1,9}WAIT_(REDUCE_GRAD|SEND_[FB][0-9]{1,9})")
 
 _EXPECTED = (
     "Expected a cell like 0F1 (stage, kind, microbatch), where kind is one of "
@@ -160,7 +163,7 @@ def _read_rows(text: str) -> list[list[str]]:
 def _read_line(row: list[str], line: int) -> Iterator[Cell]:
     for number, raw in enumerate(row, start=1):
         cell = _unquote(raw.strip())
-        if not cell:
+        if not cell or _WAIT.fullmatch(cell):
             continue
         action = parse_cell(cell)
         if action is None:
