@@ -13,12 +13,35 @@ from imports import SOURCE_FILES, SRC, name_file
 from penstock import torch_private
 from penstock.backward.sources import _MATRIX_NODES
 from penstock.errors import TorchError
-from penstock.torch_private import NAMES, NAMES_LOADED_LATE, NAMES_OF_OBJECTS, missing_names
+from penstock.torch_private import (
+    NAMES,
+    NAMES_LOADED_LATE,
+    NAMES_OF_OBJECTS,
+    missing_names,
+    newest_name,
+)
 from penstock.torch_private.compiler import NAMES_OF_COMPILER
+from penstock.torch_private.fsdp2 import (
+    NAMES_BEFORE_2_15,
+    NAMES_OF_FSDP2,
+    NAMES_OF_FSDP2_OBJECTS,
+    NAMES_SINCE_2_15,
+    OPTIONAL_NAMES,
+)
 from torch_names import private_names
 
 THE_ONE = SRC / "penstock" / "torch_private"
-ALL_NAMES = [*NAMES, *NAMES_LOADED_LATE, *NAMES_OF_OBJECTS, *NAMES_OF_COMPILER]
+ALL_NAMES = [
+    *NAMES,
+    *NAMES_LOADED_LATE,
+    *NAMES_OF_OBJECTS,
+    *NAMES_OF_COMPILER,
+    *NAMES_OF_FSDP2,
+    *NAMES_OF_FSDP2_OBJECTS,
+    *NAMES_BEFORE_2_15,
+    *NAMES_SINCE_2_15,
+    *OPTIONAL_NAMES,
+]
 DOTTED = [name.replace(":", ".") for name in ALL_NAMES]
 ATTRIBUTES = {name.rpartition(".")[2] for name in ALL_NAMES if "." in name.partition(":")[2]} - {
     "default"
@@ -72,7 +95,7 @@ def test_private_name_would_be_found(source: str, expected: list[str]) -> None:
 
 
 def test_this_torch_has_every_name() -> None:
-    assert [] == missing_names()
+    assert [] == missing_names(NAMES)
 
 
 def test_this_torch_has_every_name_that_is_loaded_late_or_that_objects_have() -> None:
@@ -92,12 +115,13 @@ def test_this_torch_has_every_name_that_is_loaded_late_or_that_objects_have() ->
         " mesh=dist.init_device_mesh('cpu', (1,)))\n"
         "state, [group] = fsdp2.sharded_state(sharded), fsdp2.ShardedGroup.all_of([sharded])\n"
         "fsdp2.prepare_sharded_state(state)\n"
-        "fsdp2.set_last_backward(state, fsdp2.is_last_backward(state))\n"
+        "fsdp2.set_backward_ending(state, fsdp2.backward_ending(state))\n"
         "group.settings = group.settings\n"
         "group.gather()\n"
         "group.accumulate()\n"
         "print(group.mesh.size(), group.is_gathered, len(list(group.gathered_parameters())))\n"
         "group.free()\n"
+        "group.grads = group.grads\n"
         "group.end_backward()\n"
         "group.drop_grads()\n"
         "print(group.has_unreduced_grads)\n"
@@ -155,7 +179,7 @@ def test_missing_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch._foreach_add_",
     ]
-    assert expected == missing_names()
+    assert expected == missing_names(NAMES)
     assert ["torch.a.b", "torch.nn.Module._c.d"] == missing_names(
         ["torch:a.b", "torch.nn:Module._c.d"]
     )
@@ -174,10 +198,77 @@ def test_torch_that_lacks_names_is_one_error_at_every_use() -> None:
     assert 0 == done.returncode, done.stderr
     expected = (
         "torch 2.19.0+cpu has no torch._foreach_add_, torch._is_functional_tensor. Penstock needs "
-        "these private names of torch, as they are in torch 2.13. "
-        'Install that version with: pip install "torch>=2.13,<2.14".'
+        "these private names of torch, as they are in torch 2.13, 2.14 or 2.15. "
+        'Install one of these versions with: pip install "torch>=2.13,<2.16".'
     )
     assert [expected] * 4 == done.stdout.splitlines()
+
+
+# What a program does, each with a name that it needs and that is not there.
+COMPILE = """
+import torch, torch._inductor.compile_fx
+del torch._inductor.compile_fx.compile_fx_inner, torch._C._DisableAutocast
+import penstock
+use = lambda: penstock.compile(torch.nn.Linear(1, 1))(torch.ones(1, 1))
+"""
+SHARD = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.init_device_mesh("cpu", (1,))
+module = fully_shard(torch.nn.Linear(1, 1), mesh=mesh)
+import penstock
+use = lambda: penstock.PipelineStage(module, 0, 1, "cpu", group=mesh.get_group())
+"""
+NOT_IN_THE_CLASS = "del FSDPParamGroup.wait_for_unshard, FSDPParamGroup.is_unsharded"
+NEITHER_OLD_NOR_NEW = """
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+for name in ("to_accumulated_grad_if_needed", "unsharded_grad_dtype"):
+    if hasattr(FSDPParam, name):
+        delattr(FSDPParam, name)
+"""
+NOT_IN_THE_OBJECT = "del module._get_fsdp_state()._fsdp_param_groups[0].comm_ctx"
+REPORT = """
+try:
+    use()
+except penstock.errors.TorchError as error:
+    print(error)
+import os, sys
+sys.stdout.flush()
+os._exit(0)  # What lacks names cannot be taken down in order.
+"""
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+_GROUP = f"{_FSDP2}._fsdp_param_group.FSDPParamGroup"
+
+
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [
+        (COMPILE, "torch._inductor.compile_fx.compile_fx_inner, torch._C._DisableAutocast"),
+        (SHARD + NOT_IN_THE_CLASS, f"{_GROUP}.wait_for_unshard, {_GROUP}.is_unsharded"),
+        (SHARD + NEITHER_OLD_NOR_NEW, f"{_FSDP2}._fsdp_param.FSDPParam.unsharded_grad_dtype"),
+        (SHARD + NOT_IN_THE_OBJECT, f"{_GROUP}.comm_ctx"),
+    ],
+    ids=["compiler", "fsdp2, a class", "fsdp2, old or new", "fsdp2, an object"],
+)
+def test_torch_that_lacks_names_of_a_part_is_one_error_where_the_part_is_used(
+    code: str, missing: str
+) -> None:
+    done = subprocess.run([sys.executable, "-c", code + REPORT], capture_output=True, text=True)
+    expected = (
+        f"torch {torch.__version__} has no {missing}. Penstock needs these private names of torch, "
+        "as they are in torch 2.13, 2.14 or 2.15. "
+        'Install one of these versions with: pip install "torch>=2.13,<2.16".\n'
+    )
+    assert expected == done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCE_FILES if path.parent != THE_ONE], ids=name_file
+)
+def test_only_one_folder_does_what_depends_on_the_version_of_torch(path: Path) -> None:
+    assert path.name == "torch_version.py" or "is_before" not in path.read_text()
 
 
 def test_missing_name_of_a_module_that_is_loaded_late_is_an_error_when_it_is_needed(
@@ -195,6 +286,12 @@ def test_class_that_is_missing_from_a_loaded_module_is_an_error_rather_than_not_
     monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
     with pytest.raises(TorchError, match=r"has no torch\._dynamo\.OptimizedModule\. Penstock"):
         torch_private.is_optimized_module(torch.nn.Linear(1, 1))
+
+
+def test_newest_name_is_taken_of_those_that_mean_the_same() -> None:
+    assert "torch:Tensor" == newest_name("torch:Tensor", "torch:nn")
+    assert "torch:nn" == newest_name("torch:Tensors", "torch:nn")
+    assert "torch:Tensors" == newest_name("torch:Tensors", "torch:nns")
 
 
 def test_class_whose_module_is_not_loaded_has_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Another version of torch than the tested one gives one warning, whichever way in is taken."""
+"""Another version of torch than the tested ones gives one warning, whichever way in is taken."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.torch_version import REQUIREMENT, TESTED, is_tested
+from penstock.torch_version import REQUIREMENT, TESTED, is_tested, versions_tested
 from test_layers import MAY_USE
 
 ROOT = Path(__file__).parents[1]
@@ -41,22 +41,23 @@ for version, way_in in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
-def test_other_version_warns_once_by_every_way_in_and_the_tested_one_does_not() -> None:
+def test_other_version_warns_once_by_every_way_in_and_the_tested_ones_do_not() -> None:
     expected = (
-        "Found torch 2.14.1+cpu, but Penstock is tested with torch 2.13 only, and relies on parts "
-        "of torch that change between versions. "
-        'Install the tested version with: pip install "torch>=2.13,<2.14". '
+        "Found torch 2.16.0+cpu, but Penstock is tested with torch 2.13, 2.14 or 2.15 only, and "
+        "relies on parts of torch that change between versions. "
+        'Install a tested version with: pip install "torch>=2.13,<2.16". '
         "If you keep this one, compare gradients with those of the whole model first."
     )
-    tries = [("2.14.1+cpu", way_in) for way_in in WAYS_IN]
-    tries += [("2.13.0+cpu", WAYS_IN[-1]), ("2.13.1", WAYS_IN[-1])]
+    tries = [("2.16.0+cpu", way_in) for way_in in WAYS_IN]
+    tested = ["2.13.0+cpu", "2.13.1", "2.14.1", "2.15.0+cu132"]
+    tries += [(version, WAYS_IN[-1]) for version in tested]
     args = [arg for one_try in tries for arg in one_try]
     done = subprocess.run(
         [sys.executable, "-c", TAKE_WAYS_IN, *args], capture_output=True, text=True
     )
     assert 0 == done.returncode, done.stderr
     warned = dict(zip(tries, done.stdout.splitlines(), strict=True))
-    assert {one_try: expected if one_try in tries[:-2] else "" for one_try in tries} == warned
+    assert {one_try: "" if one_try[0] in tested else expected for one_try in tries} == warned
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,9 @@ def test_other_version_warns_once_by_every_way_in_and_the_tested_one_does_not() 
         ("2.13.0+cpu", True),
         ("2.13.0+cu130", True),
         ("2.12.1", False),
-        ("2.14.0a0+git1234567", False),
+        ("2.14.1", True),
+        ("2.15.0+cu132", True),
+        ("2.16.0a0+git1234567", False),
         ("2.130.0", False),
         ("3.13.0", False),
     ],
@@ -79,6 +82,11 @@ def test_patch_and_build_of_a_version_do_not_matter(version: str, expected: bool
 def test_version_is_the_same_wherever_it_is_said() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert REQUIREMENT in project["dependencies"]
-    assert f"torch=={TESTED}." in (ROOT / "constraints.txt").read_text()
-    assert f"torch {TESTED} is installed" in (ROOT / "README.md").read_text()
-    assert f"`{REQUIREMENT}`" in (ROOT / "docs" / "start.md").read_text()
+    major, minor = map(int, TESTED[-1].split("."))
+    assert f"torch>={TESTED[0]},<{major}.{minor + 1}" == REQUIREMENT
+    assert f"torch=={TESTED[0]}." in (ROOT / "constraints.txt").read_text()
+    readme, start = (ROOT / "README.md").read_text(), (ROOT / "docs" / "start.md").read_text()
+    assert f"torch {TESTED[0]} is installed" in readme
+    assert f"torch {versions_tested()}" in readme
+    assert f"`{REQUIREMENT}`" in start
+    assert f"torch {versions_tested()}" in start

@@ -471,3 +471,37 @@ def test_evaluation_between_steps_leaves_parameters_sharded(fresh_pool: WorkerPo
             assert_near("outputs", whole(x).detach().chunk(2)[number % 2], outputs)
         for name, grad in grads.items():
             assert_near(name, whole.get_parameter(name).grad, grad)
+
+
+def grads_around_a_failure(
+    world: dist.ProcessGroup, schedule: str
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    rank = make_rank(["fsdp"] * (4 if schedule == "ZB-V" else 2), schedule)
+    x, target = (own_half(rank, values) for values in make_batch())
+    rank.pipeline.step(x, target=target)
+    before = rank.grads()
+    hooks = [
+        module.layers.register_forward_hook(lambda module, args, output: Fails.apply(output))
+        for module in rank.modules.values()
+    ]
+    Fails.num_backwards = 0
+    with pytest.raises((ArithmeticError, CommError)):
+        rank.pipeline.step(x, target=target)
+    for hook in hooks:
+        hook.remove()
+    dist.barrier(world)
+    after = rank.grads()
+    return [(before[name], after[name]) for name in before]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
+def test_gradients_of_earlier_steps_survive_one_that_failed(
+    schedule: str, fresh_pool: WorkerPool
+) -> None:
+    """From torch 2.15 on, `reset_iter_state` drops what was reduced before."""
+    for pairs in fresh_pool.run(4, grads_around_a_failure, schedule):
+        assert pairs
+        for before, after in pairs:
+            assert before is not None
+            assert after is not None
+            assert torch.equal(before, after)

@@ -10,6 +10,7 @@ from torch.distributed._composable.replicate import replicate as replicate_by_dd
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
@@ -135,6 +136,43 @@ def test_replicas_whose_batches_differ_train_as_one(
     for grads in fresh_pool.run(2, grads_of_unequal_replicas, kind, schedule):
         for name, param in module.named_parameters():
             assert_close(name, param.grad, grads[name])
+
+
+def grads_ended_by_hand(world: dist.ProcessGroup, schedule: str) -> list[dict[str, Tensor]]:
+    """After each of two steps, of a module whose user has chosen to end backwards."""
+    mesh = init_device_mesh("cpu", (2,))
+    own = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    module = wrap("fully_shard", make_module(), mesh)
+    module.set_manual_backward_finalization(True)
+    pipeline = Pipeline(
+        make_stages(own, [module], [0]), schedule, num_microbatches=2, loss_fn=mean_square
+    )
+    x, target = (part.chunk(2)[dist.get_rank()] for part in batch())
+    grads = []
+    for _ in range(2):
+        module.zero_grad()
+        pipeline.step(x, target=target)
+        assert [] == module._get_fsdp_state()._comm_ctx.reduce_scatter_states  # Waited for.
+        module.finalize_backward()  # Finds nothing left to do.
+        grads.append({n: p.grad.full_tensor().detach() for n, p in module.named_parameters()})
+    return grads
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_manual_backward_finalization"),
+    reason="before torch 2.15, FSDP2 always ends backwards itself",
+)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_step_ends_backwards_though_the_user_would_end_them(
+    schedule: str, fresh_pool: WorkerPool
+) -> None:
+    module = make_module()
+    x, target = batch()
+    mean_square(module(x), target).backward()
+    for after_steps in fresh_pool.run(2, grads_ended_by_hand, schedule):
+        for grads in after_steps:
+            for name, param in module.named_parameters():
+                assert_close(name, param.grad, grads[name])
 
 
 def grads_in_reduce_dtype(world: dist.ProcessGroup) -> Tensor:

@@ -43,6 +43,7 @@ from penstock.torch_private import (
     is_async_tensor,
     own_parameters,
     peek_interpreter_stack,
+    shape_fused_product,
     top_saved_tensors_hooks,
     unsafe_view,
     version_of,
@@ -322,8 +323,7 @@ def _is_usual(call: Call, x: Tensor, sink: Sink) -> bool:
 def _run_linear(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Tensor:
     """Return the output of a linear layer, as torch's own computes it.
 
-    If torch's fuses the bias into the product, its output is a view; if not, it adds the bias last,
-    and rounds once more.
+    Unless torch's fuses the bias into the product, it adds the bias last, and rounds once more.
     """
     is_ordinary = type(x) in PLAIN_TYPES
     shard = None if is_ordinary else shard_of(x)
@@ -337,7 +337,7 @@ def _run_linear(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Te
     out = _run_deferred(call, x.reshape(-1, x.shape[-1]), sink, are_saves_hooked, shard)
     shape = (*x.shape[:-1], out.shape[-1])
     if is_fused:
-        return out.view(shape)
+        return shape_fused_product(out, shape)
     result = _no_view(out, shape)
     if bias is None:
         return result

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from penstock.torch_private import is_sharded_module, own_parameters
 from penstock.torch_private.fsdp2 import (
     ShardedGroup,
+    backward_ending,
     finish_sharded_backward,
-    is_last_backward,
     is_sharded_root,
     prepare_sharded_state,
-    set_last_backward,
+    set_backward_ending,
     sharded_state,
 )
 
@@ -42,7 +42,7 @@ class Sharding:
         self._states, self._roots = list(roots), list(roots.values())
         self._restore: list[tuple[ShardedGroup, tuple[bool, bool, object]]] = []
         """The user's settings, which a step changes for its own time; empty between steps."""
-        self._were_last: list[bool] = []
+        self._endings: list[tuple[bool, bool]] = []
         self._frees_again = True
         """False in a step that leaves parameters gathered after backwards."""
 
@@ -97,9 +97,9 @@ class Sharding:
         for state in self._states:
             prepare_sharded_state(state)  # Only then is it known what the root's default means.
         self._restore = [(group, group.settings) for group in self._groups]
-        self._were_last = list(map(is_last_backward, self._states))
+        self._endings = list(map(backward_ending, self._states))
         for state in self._states:
-            set_last_backward(state, False)
+            set_backward_ending(state, (False, False))
         self._frees_again = is_scheduled or frees_after_backward
         for group, (_, frees, mesh_between) in self._restore:
             if is_scheduled:
@@ -164,9 +164,12 @@ class Sharding:
         Gradients that were not reduced yet are dropped if it was a step.
         """
         self._put_settings_back()
+        held = [(group, group.grads) for group in self._groups]
         for state, root in zip(self._states, self._roots, strict=True):
             if is_sharded_root(state):  # Not before its first forward.
                 root.reset_iter_state()  # type: ignore[operator]  # a method of FSDPModule
+        for group, grads in held:
+            group.grads = grads
         if self._restore:
             for group in self._groups:
                 group.drop_grads()
@@ -174,8 +177,8 @@ class Sharding:
 
     def _put_settings_back(self) -> None:
         if self._restore:
-            for state, was_last in zip(self._states, self._were_last, strict=True):
-                set_last_backward(state, was_last)
+            for state, ending in zip(self._states, self._endings, strict=True):
+                set_backward_ending(state, ending)
         for group, settings in self._restore:
             group.settings = settings
 

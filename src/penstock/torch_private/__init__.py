@@ -24,9 +24,35 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import TorchError
-from penstock.torch_version import REQUIREMENT, TESTED
+from penstock.torch_version import REQUIREMENT, is_before, versions_tested
 
 # 1. The names, and the check. The module that has a name ends at the colon.
+
+
+def missing_names(names: Sequence[str]) -> list[str]:
+    """Return those of `names` that this torch lacks, with dots throughout."""
+    return [name.replace(":", ".") for name in names if not _exists(name)]
+
+
+def _exists(name: str) -> bool:
+    try:
+        resolve_name(name)
+    except ImportError:
+        return False
+    except AttributeError:
+        # A class may only declare an attribute that its objects have.
+        owner, _, attribute = name.rpartition(".")
+        try:
+            return attribute in getattr(resolve_name(owner), "__annotations__", ())
+        except (AttributeError, ImportError, ValueError):
+            return False
+    return True
+
+
+def newest_name(*names: str) -> str:
+    """Return the first of `names` that this torch has, from the newest on; else the newest."""
+    return next((name for name in names if _exists(name)), names[0])
+
 
 _NODES = {
     "AccumulateGrad": "variable",
@@ -43,6 +69,12 @@ _NODES = {
     "MmBackward0": "_saved_self _raw_saved_self _saved_self_sym_sizes _saved_self_sym_strides"
     " _saved_mat2 _raw_saved_mat2 _saved_mat2_sym_sizes _saved_mat2_sym_strides",
 }
+# What `checkpoint` calls with use_reentrant=False: from torch 2.14 on the first, before the second,
+# which later versions have too, but do not call.
+_CHECKPOINT_GENERATOR = newest_name(
+    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl",
+    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+)
 NAMES = (
     "torch._C:_autograd.SavedTensor.unpack_hook",
     "torch._C:_autograd._top_saved_tensors_default_hooks",
@@ -83,7 +115,7 @@ NAMES = (
     "torch.utils._pytree:tree_structure",
     "torch.utils._pytree:tree_unflatten",
     "torch.utils.checkpoint:CheckpointFunction",
-    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+    _CHECKPOINT_GENERATOR,
     "torch:Tensor._backward_hooks",
     "torch:Tensor._post_accumulate_grad_hooks",
     "torch:Tensor._version",
@@ -102,78 +134,28 @@ NAMES = (
 _ASYNC_COLLECTIVE_TENSOR = "torch.distributed._functional_collectives:AsyncCollectiveTensor"
 _OPTIMIZED_MODULE = "torch._dynamo:OptimizedModule"
 _REPLICATE_DDP = "torch.distributed._composable.replicate:DDP"
-_FSDP_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
-_FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 NAMES_LOADED_LATE = (
     _ASYNC_COLLECTIVE_TENSOR,
     _OPTIMIZED_MODULE,
     _REPLICATE_DDP,
     "torch.distributed.device_mesh:DeviceMesh._layout",
-    "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
     "torch.distributed.tensor:DTensor._local_tensor",
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init",
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback",
-    *(f"{_FSDP_GROUP}.{name}" for name in ("post_backward", "wait_for_unshard", "is_unsharded")),
-    f"{_FSDP_PARAM}._unsharded_param",
-    f"{_FSDP_PARAM}.unsharded_accumulated_grad",
-    f"{_FSDP_PARAM}.accumulate_unsharded_grad_if_needed",
-    f"{_FSDP_PARAM}.to_accumulated_grad_if_needed",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group:RegisterPostBackwardFunction",
 )
 """Names in modules that take seconds to load; a program that needs them has loaded them."""
 
 NAMES_OF_OBJECTS = (
     "torch._dynamo:OptimizedModule._orig_mod",
     "torch.nn.parallel:DistributedDataParallel.reducer",
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups",
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._is_root",
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx",
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext.is_last_backward",
-    f"{_FSDP_GROUP}._all_gather_result",
-    f"{_FSDP_GROUP}._partial_reduce_output",
-    f"{_FSDP_GROUP}._post_reduce_event",
-    f"{_FSDP_GROUP}.comm_ctx",
-    f"{_FSDP_GROUP}.fsdp_params",
-    f"{_FSDP_GROUP}.mesh_info",
-    f"{_FSDP_GROUP}.post_forward_mesh_info",
-    f"{_FSDP_GROUP}.reduce_grads",
-    f"{_FSDP_GROUP}.reshard_after_backward",
-    f"{_FSDP_PARAM}._module_info",
-    f"{_FSDP_PARAM}.reduce_dtype",
 )
 """Attributes of objects that their classes lack: only the tests can check for them."""
-
-
-def missing_names(names: Sequence[str] = NAMES) -> list[str]:
-    """Return those of `names` that this torch lacks, with dots throughout."""
-    return [name.replace(":", ".") for name in names if not _exists(name)]
-
-
-def _exists(name: str) -> bool:
-    try:
-        resolve_name(name)
-    except ImportError:
-        return False
-    except AttributeError:
-        # A class may only declare an attribute that its objects have.
-        owner, _, attribute = name.rpartition(".")
-        try:
-            return attribute in getattr(resolve_name(owner), "__annotations__", ())
-        except (AttributeError, ImportError, ValueError):
-            return False
-    return True
 
 
 def _lacking(names: Sequence[str]) -> TorchError:
     return TorchError(
         f"torch {torch.__version__} has no {', '.join(names)}. Penstock needs these private names "
-        f"of torch, as they are in torch {TESTED}. "
-        f'Install that version with: pip install "{REQUIREMENT}".'
+        f"of torch, as they are in torch {versions_tested()}. "
+        f'Install one of these versions with: pip install "{REQUIREMENT}".'
     )
-
-
-if _missing := missing_names():
-    raise _lacking(_missing)
 
 
 def _load(name: str) -> Any:
@@ -184,11 +166,25 @@ def _load(name: str) -> Any:
         raise _lacking([name.replace(":", ".")]) from exc
 
 
-def load_names(names: Sequence[str]) -> list[Any]:
-    """Return the objects that `names` name; raise one error that lists all that are missing."""
+def check_names(names: Sequence[str]) -> None:
+    """Raise one error that lists all `names` that are missing, if any are."""
     if missing := missing_names(names):
         raise _lacking(missing)
+
+
+def load_names(names: Sequence[str]) -> list[Any]:
+    """Return the objects that `names` name; raise one error that lists all that are missing."""
+    check_names(names)
     return list(map(resolve_name, names))
+
+
+def check_attributes(value: object, kind: str, names: Sequence[str]) -> None:
+    """Raise one error that lists all `names` that `value`, an object of the class `kind`, lacks."""
+    if missing := [name for name in names if not hasattr(value, name)]:
+        raise _lacking([f"{kind.replace(':', '.')}.{name}" for name in missing])
+
+
+check_names(NAMES)
 
 
 # 2. Nested values.
@@ -319,6 +315,12 @@ foreach_norm = torch._foreach_norm
 
 # Reshapes a tensor without autograd treating the result as a view. Public: none.
 unsafe_view = torch.ops.aten._unsafe_view.default
+
+# Reshapes what a linear layer has computed with its bias, as torch's own does: before torch 2.15,
+# the result is a view, and changing a view in place drops the hooks on it. Public: none.
+shape_fused_product: Callable[[Tensor, Sequence[int]], Tensor] = (
+    Tensor.view if is_before(2, 15) else unsafe_view
+)
 
 # Both explain why a tensor has no memory to send. Public: none.
 is_functional_tensor = torch._is_functional_tensor
@@ -483,14 +485,15 @@ CheckpointFunction = torch.utils.checkpoint.CheckpointFunction
 @contextmanager
 def calling_at_checkpoints(note: Callable[[], None]) -> Iterator[None]:
     """Call `note` at each checkpoint with use_reentrant=False, in any thread. Public: none."""
-    original = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    name = _CHECKPOINT_GENERATOR.rpartition(":")[2]
+    original = getattr(torch.utils.checkpoint, name)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         note()
         return original(*args, **kwargs)
 
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = noted
+    setattr(torch.utils.checkpoint, name, noted)
     try:
         yield
     finally:
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = original
+        setattr(torch.utils.checkpoint, name, original)

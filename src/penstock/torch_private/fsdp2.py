@@ -1,10 +1,11 @@
 """The private names of FSDP2 (`fully_shard`), by which a step takes it over.
 
 Loading this file does not load FSDP2, which takes a while: a program that shards has loaded it.
+So the names are checked when sharded modules are first looked at.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from math import inf
 from operator import methodcaller
@@ -13,11 +14,74 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.torch_private import check_attributes, check_names, missing_names
+
+_FOLDER = "torch.distributed.fsdp._fully_shard"
+_STATE = f"{_FOLDER}._fsdp_state:FSDPState"
+_CONTEXT = f"{_FOLDER}._fsdp_state:FSDPStateContext"
+_GROUP = f"{_FOLDER}._fsdp_param_group:FSDPParamGroup"
+_PARAM = f"{_FOLDER}._fsdp_param:FSDPParam"
+
+NAMES_OF_FSDP2 = (
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+    f"{_FOLDER}._fsdp_param_group:RegisterPostBackwardFunction",
+    f"{_STATE}._lazy_init",
+    f"{_STATE}._root_post_backward_final_callback",
+    *(f"{_GROUP}.{name}" for name in ("post_backward", "wait_for_unshard", "is_unsharded")),
+    f"{_PARAM}._unsharded_param",
+    f"{_PARAM}.reduce_dtype",
+    f"{_PARAM}.sharded_param",
+    f"{_PARAM}.unsharded_accumulated_grad",
+)
+"""Names that exist once FSDP2 is loaded."""
+NAMES_BEFORE_2_15 = (
+    f"{_PARAM}.accumulate_unsharded_grad_if_needed",
+    f"{_PARAM}.to_accumulated_grad_if_needed",
+)
+"""Gradients that are reduced in another dtype add up apart from the parameter."""
+NAMES_SINCE_2_15 = (f"{_PARAM}.unsharded_grad_dtype",)
+"""The parameter's own gradient has the dtype in which it is reduced."""
+
+_ATTRIBUTES = {
+    _STATE: "_fsdp_param_groups _is_root _state_ctx",
+    _CONTEXT: "is_last_backward",
+    _GROUP: "_all_gather_result _partial_reduce_output _post_reduce_event comm_ctx fsdp_params"
+    " mesh_info post_forward_mesh_info reduce_grads reshard_after_backward",
+    _PARAM: "_module_info",
+}
+NAMES_OF_FSDP2_OBJECTS = tuple(
+    f"{kind}.{name}" for kind, names in _ATTRIBUTES.items() for name in names.split()
+)
+"""Attributes of objects that their classes lack."""
+OPTIONAL_NAMES = (
+    f"{_CONTEXT}.manual_backward_finalization",
+    f"{_CONTEXT}.manual_backward_finalization_active",
+)
+"""Attributes by which torch 2.15 lets users end a backward themselves."""
+
 # FSDP2's own view of a module: a state, its groups of parameters, and each parameter's two forms.
 # A weight backward runs after FSDP2's hooks, so what these would have done is done by hand.
 # Public: none of these.
 sharded_state: Callable[[nn.Module], Any] = methodcaller("_get_fsdp_state")
-finish_sharded_backward: Callable[[Any], None] = methodcaller("_root_post_backward_final_callback")
+
+
+def _states_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return the states of sharded modules, once each; check all names of FSDP2 on the way."""
+    if modules:
+        is_old = not missing_names(NAMES_BEFORE_2_15)
+        check_names([*NAMES_OF_FSDP2, *(() if is_old else NAMES_SINCE_2_15)])
+    states = list(dict.fromkeys(map(sharded_state, modules)))
+    for state in states:
+        _check(_STATE, [state])
+        _check(_CONTEXT, [state._state_ctx])
+        _check(_GROUP, state._fsdp_param_groups)
+        _check(_PARAM, [param for group in state._fsdp_param_groups for param in group.fsdp_params])
+    return states
+
+
+def _check(kind: str, values: Iterable[object]) -> None:
+    for value in values:
+        check_attributes(value, kind, _ATTRIBUTES[kind].split())
 
 
 def prepare_sharded_state(state: Any) -> None:
@@ -31,15 +95,32 @@ def is_sharded_root(state: Any) -> bool:
     return state._is_root is True
 
 
-def is_last_backward(state: Any) -> bool:
-    """Return whether FSDP2 ends an iteration with the next backward. Public: only a setter."""
-    is_last: bool = state._state_ctx.is_last_backward
-    return is_last
+def backward_ending(state: Any) -> tuple[bool, bool]:
+    """Return whether FSDP2 ends an iteration with the next backward, and whether the user does.
+
+    Public: only setters.
+    """
+    context = state._state_ctx
+    return context.is_last_backward, getattr(context, "manual_backward_finalization", False)
 
 
-def set_last_backward(state: Any, is_last: bool) -> None:
-    """Say whether FSDP2 ends an iteration with the next backward. Public: for the root alone."""
-    state._state_ctx.is_last_backward = is_last
+def set_backward_ending(state: Any, ending: tuple[bool, bool]) -> None:
+    """Say who ends an iteration with the next backward. Public: for the root alone."""
+    context = state._state_ctx
+    context.is_last_backward, is_by_hand = ending
+    if hasattr(context, "manual_backward_finalization"):
+        context.manual_backward_finalization = is_by_hand
+
+
+def finish_sharded_backward(state: Any) -> None:
+    """Wait for the reductions, and end the iteration unless more backwards follow. Public: none.
+
+    The step has started all reductions, so nothing is left for the user to end by hand.
+    """
+    context = state._state_ctx
+    if hasattr(context, "manual_backward_finalization_active"):
+        context.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
 
 
 class ShardedGroup:
@@ -52,8 +133,7 @@ class ShardedGroup:
 
     @classmethod
     def all_of(cls, modules: Sequence[nn.Module]) -> "list[ShardedGroup]":
-        states = dict.fromkeys(map(sharded_state, modules))
-        return [cls(group) for state in states for group in state._fsdp_param_groups]
+        return [cls(group) for state in _states_of(modules) for group in state._fsdp_param_groups]
 
     @property
     def mesh(self) -> Any:
@@ -127,16 +207,31 @@ class ShardedGroup:
     def accumulate(self) -> None:
         """Add the gradients of a microbatch up in the dtype in which they are reduced."""
         for param in self._group.fsdp_params:
-            if param.reduce_dtype is not None and hasattr(param, "_unsharded_param"):
+            is_cast = param.reduce_dtype is not None and _gathered(param) is not None
+            if is_cast and _adds_up_apart(param):
                 param.accumulate_unsharded_grad_if_needed()
                 param.to_accumulated_grad_if_needed()
+
+    @property
+    def grads(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """The gradients of the sharded and of the gathered parameters, which a reset of FSDP2
+        drops from torch 2.15 on."""
+        return [(param.sharded_param.grad, _unreduced(param)) for param in self._group.fsdp_params]
+
+    @grads.setter
+    def grads(self, grads: list[tuple[Tensor | None, Tensor | None]]) -> None:
+        for param, (sharded, unreduced) in zip(self._group.fsdp_params, grads, strict=True):
+            param.sharded_param.grad = sharded
+            if (gathered := _gathered(param)) is not None:
+                gathered.grad = unreduced
 
     def drop_grads(self) -> None:
         """Forget the gradients that have not been reduced."""
         for param in self._group.fsdp_params:
-            param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
+            if _adds_up_apart(param):
+                param.unsharded_accumulated_grad = None
+            if (gathered := _gathered(param)) is not None:
+                gathered.grad = None
 
     @property
     def has_unreduced_grads(self) -> bool:
@@ -145,8 +240,7 @@ class ShardedGroup:
         Those that were reduced over shards, but not over replicas, are apart from the parameters.
         """
         return self._group._partial_reduce_output is not None or any(
-            param.unsharded_accumulated_grad is not None
-            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+            param.unsharded_accumulated_grad is not None or _unreduced(param) is not None
             for param in self._group.fsdp_params
         )
 
@@ -159,9 +253,24 @@ class ShardedGroup:
         """Yield the parameters that forwards use, once gathered: by module and name, as a module
         holds other objects while it is sharded."""
         for param in self._group.fsdp_params:
-            if hasattr(param, "_unsharded_param"):
+            if (gathered := _gathered(param)) is not None:
                 for module, name in _places(param):
-                    yield module, name, param._unsharded_param
+                    yield module, name, gathered
+
+
+def _adds_up_apart(param: Any) -> bool:
+    """Return whether this is a torch with `NAMES_BEFORE_2_15`."""
+    return hasattr(param, "to_accumulated_grad_if_needed")
+
+
+def _gathered(param: Any) -> Tensor | None:
+    """Return the parameter that forwards use; None before it was first gathered."""
+    gathered: Tensor | None = getattr(param, "_unsharded_param", None)
+    return gathered
+
+
+def _unreduced(param: Any) -> Tensor | None:
+    return None if (gathered := _gathered(param)) is None else gathered.grad
 
 
 def _places(param: Any) -> Iterator[tuple[nn.Module, str]]:
