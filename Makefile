@@ -6,10 +6,10 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench fuzz docs serve clean
+.PHONY: help demo test check test-torch bench fuzz docs serve clean
 
 help: ## List the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 demo: $(READY) ## Train a small GPT on two processes by a zero-bubble schedule and by 1F1B, and compare
 	@$(BIN)/penstock demo
@@ -25,6 +25,15 @@ check: $(READY) ## Check format, lint and types; run the tests that need one pro
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --ignore=tests/dist --ignore=tests/browser
+
+TORCH_BIN = .venv-torch-$(TORCH)/bin
+
+# All but torch is as in .venv, so what fails is due to torch.
+test-torch: ## Run the tests on another torch, in its own venv: make test-torch TORCH=2.15.0
+	@test -n "$(TORCH)" || { echo "Name a version, as in make test-torch TORCH=2.15.0"; exit 1; }
+	@$(MAKE) --no-print-directory .venv-torch-$(TORCH)/.ready
+	$(TORCH_BIN)/pytest -n auto --ignore=tests/dist --ignore=tests/browser
+	$(TORCH_BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder tests/dist
 
 bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/split_backward/main.py
@@ -55,7 +64,7 @@ serve: $(READY) ## Show the site of the docs at http://127.0.0.1:8000, and build
 	$(BIN)/mkdocs serve
 
 clean: ## Remove .venv, caches and build output
-	rm -rf .venv penstock-demo penstock-examples .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	rm -rf .venv .venv-torch-* penstock-demo penstock-examples .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The build backend goes in first, so that it is the one of constraints.txt:
@@ -67,4 +76,12 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq -c constraints.txt hatchling editables
 	@$(BIN)/pip install -qq -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+.venv-torch-%/.ready: pyproject.toml constraints.txt
+	@echo "Setting up .venv-torch-$* (several minutes and up to 6 GB, once)"
+	@$(PYTHON) -m venv .venv-torch-$*
+	@sed 's/^torch==.*/torch==$*/' constraints.txt > .venv-torch-$*/constraints.txt
+	@.venv-torch-$*/bin/pip install -qq -c .venv-torch-$*/constraints.txt hatchling editables
+	@.venv-torch-$*/bin/pip install -qq -c .venv-torch-$*/constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
