@@ -333,7 +333,7 @@ def _run_linear(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Te
     bias = call.bias
     is_fused = bias is not None and x.is_contiguous()
     if not is_fused:
-        call = call._replace(bias=None)
+        call = Call(call.weight, None, call.is_by_rows)
     out = _run_deferred(call, x.reshape(-1, x.shape[-1]), sink, are_saves_hooked, shard)
     shape = (*x.shape[:-1], out.shape[-1])
     if is_fused:
@@ -365,7 +365,8 @@ def _convolution(module: Any, params: _Params, sink: Sink) -> ForwardFunction:
             module.output_padding,
             module.groups,
         )
-        out = _run_deferred(call._replace(geometry=geometry), x, sink, hooked)
+        own = Call(call.weight, call.bias, call.is_by_rows, geometry)
+        out = _run_deferred(own, x, sink, hooked)
         return _no_view(out, out.shape)
 
     return forward
