@@ -266,12 +266,15 @@ class Step:
     def _take_activation(self, message: Message) -> tuple[Leaves, tuple[Any, ...]]:
         """Return the leaves of a forward's graph, and the arguments that are made of them."""
         if self.program.flow.is_sent(message):
-            form, parts = self.mailbox.receive(message)
-            stage = self.stages[message.taker]
-            tensors = [
-                stage.rebuild(tensor, like.spread, message.mb).requires_grad_(like.requires_grad)
-                for tensor, like in zip(parts, form.tensors, strict=True)
-            ]
+            form, tensors = self.mailbox.receive(message)
+            if not form.are_plain:
+                stage = self.stages[message.taker]
+                tensors = [
+                    stage.rebuild(part, like.spread, message.mb)
+                    for part, like in zip(tensors, form.tensors, strict=True)
+                ]
+            for tensor, like in zip(tensors, form.tensors, strict=True):
+                tensor.requires_grad_(like.requires_grad)
             return list(tensors), form.as_arguments(tensors)
         leaves, structure = self._made.pop(message)
         leaves = self.observer.memory.take_over(leaves)
@@ -339,6 +342,8 @@ class Step:
             leaves, _ = self._made.pop(message)
             return leaves
         form, tensors = self.mailbox.receive(message)
+        if form.are_plain:
+            return list(tensors)
         arriving = iter(tensors)
         stage = self.stages[message.taker]
         return [

@@ -59,6 +59,16 @@ class Form:
 
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
+    tensors: tuple[TensorForm, ...] = field(init=False, repr=False, compare=False)
+    are_plain: bool = field(init=False, repr=False, compare=False)
+    """True if all leaves are plain tensors, the arguments of a stage one by one."""
+
+    def __post_init__(self) -> None:
+        tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
+        is_flat = self.structure is _plain_tuple(len(self.leaves))
+        are_plain = len(tensors) == len(self.leaves) and all(t.spread is None for t in tensors)
+        object.__setattr__(self, "tensors", tensors)
+        object.__setattr__(self, "are_plain", is_flat and are_plain)
 
     @classmethod
     def of(cls, leaves: list[Any], structure: pytree.TreeSpec) -> "Form":
@@ -75,9 +85,19 @@ class Form:
         """Return what `of_tree` takes; unlike the structure by itself, it can be pickled."""
         return unflatten(self.leaves, self.structure)
 
-    @property
-    def tensors(self) -> list[TensorForm]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
+    def fits(self, leaves: list[Any], structure: pytree.TreeSpec) -> bool:
+        """Return whether a message of plain tensors has this form; `check` decides all others."""
+        return (
+            self.are_plain
+            and structure is self.structure
+            and all(
+                type(leaf) is Tensor
+                and leaf.shape == form.shape
+                and leaf.dtype is form.dtype
+                and leaf.requires_grad is form.requires_grad
+                for leaf, form in zip(leaves, self.tensors, strict=True)
+            )
+        )
 
     def check(
         self, place: str, leaves: list[Any], structure: pytree.TreeSpec, *, is_gradient: bool
@@ -108,6 +128,8 @@ class Form:
 
     def as_arguments(self, tensors: list[Tensor]) -> tuple[Any, ...]:
         """Return the arguments of the stage that receives this message, with these tensors."""
+        if self.are_plain:
+            return tuple(tensors)
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves]
         return unflatten(leaves, self.structure)

@@ -61,21 +61,23 @@ class Mailbox:
     def send(self, message: Message, leaves: list[Any], structure: pytree.TreeSpec) -> None:
         """Send a message; raise an error before any part is sent if the whole cannot be sent."""
         receiver = self._flow.receiver(message)
-        outbox = self._outboxes.setdefault(receiver, _Outbox())
+        outbox = self._outboxes.get(receiver)
+        if outbox is None:
+            outbox = self._outboxes[receiver] = _Outbox()
         outbox.num_sent += 1
         form = self._forms.get(message)
-        place = self._place(message)
         # Prepare all before sending any: the receiver must not be left with part of a message.
+        place = self._place(message)
         ready = self._prepare(leaves, form, place)
-        if form is not None:
-            form.check(place, leaves, structure, is_gradient=message.is_gradient)
-        else:
+        if form is None:
             form = Form.of(leaves, structure)
             if not self._is_dynamic and (first := self._known_of(message)) is not None:
                 first.check_alike(place, form)
             if not self._is_void(message):
                 form = self._send_form(message, form, outbox, receiver)
             self._forms[message] = form
+        elif not form.fits(leaves, structure):
+            form.check(place, leaves, structure, is_gradient=message.is_gradient)
         if not message.is_gradient and not self._comm.copies(receiver):
             # Tensors that need no gradient may be buffers, which the stage's next forward changes.
             graphs = [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
