@@ -49,18 +49,18 @@ SETTLING_MUTANTS = [
     ),
     (
         "backward/settling.py",
-        "delivery.run()  # [2]\n            _add_plainly(plain, are_ours)  # [1]\n",
-        "_add_plainly(plain, are_ours)  # [1]\n            delivery.run()  # [2]\n",
+        "delivery.run()  # [2]\n    _add_plainly(plain, are_ours)  # [1]\n",
+        "_add_plainly(plain, are_ours)  # [1]\n    delivery.run()  # [2]\n",
         FUNCTION_LIMITS,
     ),
-    ("backward/settling.py", "        if signal_accumulators:", "        if False:", HOOKS),
+    ("backward/settling.py", "    if signal_accumulators:", "    if False:", HOOKS),
     (
         "backward/settling.py",
         "signals.add(param, None)",
         "signals.add(param, param.grad)",
         HOOKS,
     ),
-    ("backward/settling.py", "    with hooks_put_off(asked):", "    if True:", HOOKS),
+    ("backward/settling.py", "    with HooksPutOff(asked):", "    if True:", HOOKS),
     (
         "backward/settling.py",
         "            set_tensor_hooks(param, hooks)\n",
@@ -69,9 +69,8 @@ SETTLING_MUTANTS = [
     ),
     (
         "backward/settling.py",
-        "    try:\n        yield\n    finally:\n        for param, hooks in hooked:\n"
-        "            set_tensor_hooks(param, hooks)\n",
-        "    yield\n    for param, hooks in hooked:\n        set_tensor_hooks(param, hooks)\n",
+        "        for param, hooks in self._hooked:\n",
+        "        for param, hooks in self._hooked if error[0] is None else ():\n",
         ENGINE_ERRORS,
     ),
     (
@@ -204,7 +203,7 @@ HARVESTING_MUTANTS = [
 INPUT_HALF_MUTANTS = [
     (
         "backward/input_half.py",
-        "    with hooks_put_off(plan.urgent):",
+        "    with HooksPutOff(plan.urgent):",
         "    if True:",
         HOOKS,
     ),
@@ -619,8 +618,8 @@ LEAF_MUTANTS = [
 OTHER_MUTANTS = [
     (
         "backward/translate.py",
-        'compute it in each forward."\n            ) from exc',
-        'compute it in each forward."\n            ) from None',
+        "            raise ours from error",
+        "            raise ours from None",
         ERRORS,
     ),
     (

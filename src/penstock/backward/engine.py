@@ -29,7 +29,7 @@ from penstock.backward.structure import (
     tensors_in,
 )
 from penstock.backward.terms import Unmodified
-from penstock.backward.translate import translated
+from penstock.backward.translate import Translated
 from penstock.backward.wrappers import find_wrapper
 from penstock.errors import BackwardError
 from penstock.sealed import Sealed
@@ -164,7 +164,7 @@ class SplitEngine(Sealed):
             self._must_walk = bool(plan.waiting)
         can_split = inputs and calls.is_any_noted
         splitting = calls.splitting(params) if can_split else nullcontext()
-        with self._running(token), translated(roots), splitting:
+        with self._running(token), Translated(roots), splitting:
             input_grads, tap_grads, urgent_grads, groups = run_input_half(
                 plan, roots, root_grads, inputs, edges
             )

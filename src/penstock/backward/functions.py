@@ -16,7 +16,7 @@ from penstock.backward.input_half import arrived_group, plan_for, run_input_half
 from penstock.backward.settling import carry_on, settle
 from penstock.backward.sources import WeightWork
 from penstock.backward.structure import describe, differentiable, pair_with_grads, spread_over
-from penstock.backward.translate import translated
+from penstock.backward.translate import Translated
 from penstock.backward.wrappers import is_sharded_graph
 from penstock.errors import BackwardError
 from penstock.torch_private import run_backward
@@ -43,7 +43,7 @@ def stage_backward(
         x.grad = None
         if not x.is_leaf:
             x.retain_grad()
-    with translated(roots):
+    with Translated(roots):
         if roots:
             run_backward(roots, root_grads)
     grads = [x.grad for x in inputs]
@@ -88,7 +88,7 @@ def stage_backward_input(
             "backward is not supported: the weight backward would run after they are freed. Use "
             "stage_backward, or a stage that is not sharded."
         )
-    with translated(roots):
+    with Translated(roots):
         plan = plan_for(roots, [gradient_edge(x) for x in inputs], trainable)
         grads, _, urgent_grads, groups = run_input_half(plan, roots, root_grads, inputs)
         groups += arrived_group(plan.urgent, urgent_grads)
@@ -118,7 +118,7 @@ def stage_backward_weight(
             group.release()
     terms, tails = work
     if tails:
-        with translated(grad for _, grad in tails if isinstance(grad, Tensor)):
+        with Translated(grad for _, grad in tails if isinstance(grad, Tensor)):
             terms += carry_on(tails, weights, retain_graph=retain_graph)
     settle(terms, signal_accumulators=_reducers_may_wait())
     return tuple(weight.grad for weight in weights)

@@ -9,7 +9,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.backward.groups import Gradients, ParamGroup
 from penstock.backward.harvesting import Cluster, gradient_edge, harvest
-from penstock.backward.settling import hooks_put_off
+from penstock.backward.settling import HooksPutOff
 from penstock.backward.sources import Passage, Source
 from penstock.torch_private import run_backward
 
@@ -56,7 +56,7 @@ def run_input_half(
     wanted = [*inputs, *taps, *plan.urgent]
     arrivals: list[list[list[Gradients]]] = []
     grads: Sequence[Tensor | None] = ()
-    with hooks_put_off(plan.urgent):
+    with HooksPutOff(plan.urgent):
         if plan.waiting:
             with _watching(plan.waiting) as arrivals:
                 grads = run_backward(roots, root_grads, wanted) if wanted else ()

@@ -7,8 +7,7 @@
     rely on in their order, once, with the gradient in place.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +19,7 @@ from penstock.torch_private import (
     foreach_add_,
     is_dtensor,
     post_accumulate_hooks,
+    set_grad_mode,
     set_tensor_hooks,
     tensor_hooks,
 )
@@ -46,23 +46,27 @@ def carry_on(tails: Tails, params: Iterable[Tensor], *, retain_graph: bool = Fal
     edges: Any = [edge for edge, _ in tails]
     grads = [value_of(term) for _, term in tails]
     asked = [param for param in params if param.requires_grad]
-    with hooks_put_off(asked):
+    with HooksPutOff(asked):
         found = torch.autograd.grad(
             edges, asked, grads, retain_graph=retain_graph, allow_unused=True
         )
     return [(p, g) for p, g in zip(asked, found, strict=True) if g is not None]
 
 
-@contextmanager
-def hooks_put_off(params: Sequence[Tensor]) -> Iterator[None]:
-    """Remove tensor hooks from the parameters: a pass would run them, but settling must do so."""
-    hooked = [(param, hooks) for param in params if (hooks := tensor_hooks(param))]
-    for param, _ in hooked:
-        set_tensor_hooks(param, None)
-    try:
-        yield
-    finally:
-        for param, hooks in hooked:
+class HooksPutOff:
+    """A context without the parameters' tensor hooks: a pass would run them, but settling must."""
+
+    __slots__ = ("_hooked",)
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._hooked = [(param, hooks) for param in params if (hooks := tensor_hooks(param))]
+
+    def __enter__(self) -> None:
+        for param, _ in self._hooked:
+            set_tensor_hooks(param, None)
+
+    def __exit__(self, *error: object) -> None:
+        for param, hooks in self._hooked:
             set_tensor_hooks(param, hooks)
 
 
@@ -80,23 +84,31 @@ def settle_all(batches: Iterable[tuple[Terms, bool]], *, signal_accumulators: bo
 
     A batch says whether nobody else holds its terms that are tensors.
     """
-    with torch.no_grad():
+    was_enabled = torch.is_grad_enabled()
+    set_grad_mode(False)
+    try:
         for terms, are_ours in batches:
-            plain: Terms = []
-            delivery = _Delivery()
-            for param, term in terms:
-                if _adds_plainly(param, param.grad):
-                    plain.append((param, term))
-                else:
-                    delivery.add(param, value_of(term))
-            # First, since autograd may have let a sparse gradient share memory with a dense one.
-            delivery.run()  # [2]
-            _add_plainly(plain, are_ours)  # [1]
-            if signal_accumulators:
-                signals = _Delivery()
-                for param, _ in plain:
-                    signals.add(param, None)
-                signals.run()  # [2]
+            _settle(terms, are_ours, signal_accumulators)
+    finally:
+        set_grad_mode(was_enabled)
+
+
+def _settle(terms: Terms, are_ours: bool, signal_accumulators: bool) -> None:
+    plain: Terms = []
+    delivery = _Delivery()
+    for param, term in terms:
+        if _adds_plainly(param, param.grad):
+            plain.append((param, term))
+        else:
+            delivery.add(param, value_of(term))
+    # First, since autograd may have let a sparse gradient share memory with a dense one.
+    delivery.run()  # [2]
+    _add_plainly(plain, are_ours)  # [1]
+    if signal_accumulators:
+        signals = _Delivery()
+        for param, _ in plain:
+            signals.add(param, None)
+        signals.run()  # [2]
 
 
 def _add_plainly(terms: Terms, are_ours: bool) -> None:

@@ -1,7 +1,6 @@
 """Translation of autograd's errors about graphs that cannot be run backward."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -13,30 +12,42 @@ _HOOKED_LEAF = "A leaf node was passed to _will_engine_execute_node"
 _REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible"
 
 
-@contextmanager
-def translated(outputs: Iterable[Tensor]) -> Iterator[None]:
-    """Replace autograd's errors by ours. `outputs`: the stage outputs, or tensors like them."""
-    try:
-        yield
-    except RuntimeError as exc:
-        text = str(exc)
+class Translated:
+    """A context that replaces autograd's errors by ours.
+
+    `outputs`: the stage outputs, or tensors like them.
+    """
+
+    __slots__ = ("_outputs",)
+
+    def __init__(self, outputs: Iterable[Tensor]) -> None:
+        self._outputs = outputs
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError) and (ours := self._translate(str(error))) is not None:
+            raise ours from error
+
+    def _translate(self, text: str) -> BackwardError | None:
         if text.startswith(_RELEASED):
-            shapes = ", ".join(describe(output) for output in outputs)
-            raise BackwardError(
+            shapes = ", ".join(describe(output) for output in self._outputs)
+            return BackwardError(
                 f"the graph of the stage outputs ({shapes}) has been released by an earlier "
                 "backward. Each backward needs its own forward: run the stage's forward "
                 "again and, if microbatches share a computed tensor, compute it in each forward."
-            ) from exc
+            )
         if text.startswith(_HOOKED_LEAF):
-            raise BackwardError(
+            return BackwardError(
                 "a multi-grad hook is on a leaf whose gradient the input backward computes, which "
                 "torch does not support. FlopCounterMode and CommDebugMode put such hooks on all "
                 "that modules are called with, and CommDebugMode leaves them there. Make a new "
                 "leaf x and call the module with x.view_as(x), or use a SplitEngine, which does so."
-            ) from exc
+            )
         if text.startswith(_REENTRANT):
-            raise BackwardError(
+            return BackwardError(
                 "the stage uses torch.utils.checkpoint with use_reentrant=True, whose backward "
                 "cannot be split. Pass use_reentrant=False."
-            ) from exc
-        raise
+            )
+        return None

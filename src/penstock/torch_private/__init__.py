@@ -83,6 +83,7 @@ NAMES = (
     "torch._C:_functorch.is_functorch_wrapped_tensor",
     "torch._C:_functorch.peek_interpreter_stack",
     "torch._C:_is_any_autocast_enabled",
+    "torch._C:_set_grad_enabled",
     *(f"torch._C:_functions.{node}.{name}" for node in _NODES for name in _NODES[node].split()),
     "torch._ops:OpOverload",
     "torch.autograd.graph:_engine_run_backward",
@@ -268,6 +269,9 @@ def run_backward(
         accumulate_grad=wanted is None,
     )
 
+
+# Turns the recording of graphs on or off. Public: torch.no_grad, which takes twenty times as long.
+set_grad_mode = torch._C._set_grad_enabled
 
 # Whether autocast is on for any kind of device. Public: is_autocast_enabled(kind), which needs the
 # kind of a tensor's device, and takes ten times as long.
