@@ -1,10 +1,12 @@
 """What the engine must not tap, and what it must refuse rather than drop a gradient."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from penstock import LocalGroup, PipelineStage, local_ranks
@@ -245,3 +247,79 @@ def test_checkpointed_layer_on_a_tensor_that_nobody_knows_is_refused() -> None:
     forward = SplitEngine(PlainTensorInside()).forward(_input())
     with pytest.raises(BackwardError, match=r"weight of shape \(4, 4\), .* register it as one"):
         forward.backward_input(torch.ones(3, 4))
+
+
+class WithTangent(nn.Module):
+    """Returns a layer's output and its derivative along the input, by forward mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            y = torch.sin(self.layer(forward_ad.make_dual(x, x.cos())))
+            value, tangent = forward_ad.unpack_dual(y)
+            return value + tangent
+
+
+# torch scripts its own formulas when forward mode is first used.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_forward_mode_inside_a_module_reaches_its_weights() -> None:
+    _assert_like_plain(WithTangent())
+
+
+@pytest.mark.parametrize("make_layer", [lambda: nn.Linear(4, 4), lambda: nn.Conv1d(3, 3, 1)])
+@pytest.mark.parametrize(
+    ("name", "is_trained"), [("weight", True), ("bias", True), ("bias", False)]
+)
+def test_parameter_switched_after_the_forward_gets_no_gradient(
+    make_layer: Callable[[], nn.Module], name: str, is_trained: bool
+) -> None:
+    """As in autograd: it must need a gradient in the forward and in the backward."""
+    layer = make_layer()
+    param = layer.get_parameter(name).requires_grad_(is_trained)
+    engine = SplitEngine(layer)
+    for _ in range(2):
+        forward = engine.forward(_input())
+        param.requires_grad_(not is_trained)
+        forward.backward(torch.ones(3, 4))
+        assert param.grad is None
+        other = layer.get_parameter("bias" if name == "weight" else "weight")
+        assert other.grad is not None
+        param.requires_grad_(is_trained)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0)])
+def test_layer_without_features_runs(sizes: tuple[int, int]) -> None:
+    layer = nn.Linear(*sizes)
+    x = torch.randn(2, 5, sizes[0], requires_grad=True)
+    (dx,) = SplitEngine(layer).forward(x).backward(torch.ones(2, 5, sizes[1]))
+    assert dx is not None
+    assert layer.weight.grad is not None
+    assert torch.equal(torch.full((sizes[1],), 10.0), layer.bias.grad)
+
+
+def test_layer_on_the_meta_device_runs() -> None:
+    layer = nn.Linear(4, 4, device="meta")
+    x = torch.empty(2, 3, 4, device="meta", requires_grad=True)
+    SplitEngine(layer).forward(x).backward(torch.empty(2, 3, 4, device="meta"))
+    assert layer.weight.grad is not None
+
+
+def test_backward_in_inference_mode_is_refused() -> None:
+    forward = SplitEngine(nn.Linear(4, 4)).forward(_input())
+    with (
+        torch.inference_mode(),
+        pytest.raises(BackwardError, match=r"^a backward was started inside torch.inference_mode"),
+    ):
+        forward.backward(torch.ones(3, 4))
+
+
+def test_complex_loss_is_refused() -> None:
+    forward = SplitEngine(nn.Linear(4, 4, dtype=torch.complex64)).forward(
+        torch.randn(3, 4, dtype=torch.complex64, requires_grad=True)
+    )
+    with pytest.raises(BackwardError, match=r"a complex number\. Expected a real one"):
+        forward.backward(loss=forward.outputs.sum())

@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.backward.settling import settle
-from penstock.backward.terms import MatrixProduct
+from penstock.backward.settling import Terms, settle
+from penstock.backward.terms import MatrixProduct, Unmodified
+from penstock.errors import BackwardError
 
 ORDERS = list(itertools.permutations(("sparse", "dense", "product")))
 
@@ -44,3 +45,28 @@ def test_gradient_has_the_type_that_the_parameter_asks_for() -> None:
     assert param.grad is not None
     assert param.grad.dtype is torch.float64
     assert torch.equal(2 * (left @ right), param.grad)
+
+
+def test_terms_of_a_shared_parameter_are_added_in_the_type_it_asks_for() -> None:
+    param = nn.Parameter(torch.zeros(3, 2))
+    param.grad_dtype = torch.float64
+    first, second = torch.randn(2, 3, 2)
+    settle([(param, first), (param, second)], signal_accumulators=False)
+    assert param.grad is not None
+    assert torch.equal(first.double() + second.double(), param.grad)
+
+
+def test_hook_that_changes_what_another_term_needs_is_refused() -> None:
+    """Such as that of an optimizer, which steps a weight that another gradient is computed with."""
+    stepped, other = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.zeros(2, 2))
+    factor = stepped.detach()
+
+    def step(param: Tensor) -> None:
+        param.detach().mul_(2)
+
+    stepped.register_post_accumulate_grad_hook(step)
+    unmodified = Unmodified([factor])
+    terms: Terms = [(stepped, torch.ones(2, 2)), (other, MatrixProduct(factor, factor))]
+    with pytest.raises(BackwardError, match="modified in place after the input backward"):
+        settle(terms, signal_accumulators=False, recheck=unmodified.check)
+    assert other.grad is None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from interpreted_code import INTERPRETED
 from penstock.backward import SplitEngine
+from penstock.errors import BackwardError
 
 # torch's compiler causes it itself, where a module is given a tensor that is not a leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -131,3 +132,41 @@ def test_parameter_that_is_an_input_gets_its_gradient_as_an_input() -> None:
     weights.run()
     assert y.grad is None
     assert all(grad is not None for grad in (*grads, *grads_of(module)))
+
+
+class Scaled(nn.Module):
+    """Multiplies by a weight that another weight scales, of which it uses the value alone."""
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ (self.weight * self.scale.detach()), x
+
+
+class Scaling(nn.Module):
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x) @ self.scale, x
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["apart", "used twice"])
+def test_hook_that_changes_a_weight_that_another_half_needs_is_refused(times: int) -> None:
+    """An optimizer in the backward steps a weight before a region is done with its value."""
+    scale = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    parts = compiled(Scaled(scale)), compiled(Scaling(scale))
+
+    def step(param: Tensor) -> None:
+        param.detach().sub_(param.grad, alpha=0.1)
+
+    scale.register_post_accumulate_grad_hook(step)
+    forward = SplitEngine(Chain(*parts, times=times)).forward(
+        torch.randn(3, WIDTH, requires_grad=True)
+    )
+    with pytest.raises(BackwardError, match="modified in place after the input backward"):
+        forward.backward(torch.ones(3, WIDTH))

@@ -72,17 +72,18 @@ def test_a_schedule_without_backwards_takes_any_loss() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "got"),
     [
-        (lambda y, t: y - t, "of shape (2, 4)"),
-        (lambda y, t: y.sum((0, 1))[None].repeat(2), "of shape (2,)"),
-        (lambda y, t: y[:0], "of shape (0, 4)"),
+        (lambda y, t: y - t, "of shape (2, 4) and torch.float32"),
+        (lambda y, t: y.sum((0, 1))[None].repeat(2), "of shape (2,) and torch.float32"),
+        (lambda y, t: y[:0], "of shape (0, 4) and torch.float32"),
+        (lambda y, t: y.sum() * 1j, "of shape () and torch.complex64"),
         (lambda y, t: 3.5, "3.5"),
         (lambda y, t: None, "None"),
     ],
-    ids=["like the output", "vector", "empty", "float", "nothing"],
+    ids=["like the output", "vector", "empty", "complex", "float", "nothing"],
 )
 def test_a_loss_that_is_not_one_value_is_rejected(loss_fn: Any, got: str) -> None:
     message = (
-        f"loss_fn returned a loss {got} for microbatch 0. Expected a tensor with one value: "
+        f"loss_fn returned a loss {got} for microbatch 0. Expected a tensor with one real value: "
         "let it return the mean, or the sum with scale_grads=False."
     )
     assert_rejected(

@@ -43,14 +43,14 @@ SETTLING_MUTANTS = [
     ("backward/settling.py", "        foreach_add_(grads, values)", "        pass"),
     (
         "backward/settling.py",
-        "self.grads[place] = grad if so_far is None else so_far + grad",
-        "self.grads[place] = grad",
+        "grad if so_far is None else _sum_for(param, so_far, grad)",
+        "grad",
         HOOKS,
     ),
     (
         "backward/settling.py",
-        "delivery.run()  # [2]\n    _add_plainly(plain, are_ours)  # [1]\n",
-        "_add_plainly(plain, are_ours)  # [1]\n    delivery.run()  # [2]\n",
+        "    delivery.run()  # [2]\n",
+        "    _add_plainly(plain, are_ours)\n    plain = []\n    delivery.run()  # [2]\n",
         FUNCTION_LIMITS,
     ),
     ("backward/settling.py", "    if signal_accumulators:", "    if False:", HOOKS),
@@ -265,7 +265,7 @@ SOURCES_MUTANTS = [
 
 GROUPS_MUTANTS = [
     ("backward/groups.py", "if not self._params.keys() <= known:", "if False:", ERRORS),
-    ("backward/groups.py", "        self._unmodified.check()\n", "", ERRORS),
+    ("backward/groups.py", "        self.unmodified.check()\n", "", ERRORS),
     ("backward/groups.py", "        self._arrived = self._grads = []\n", "", MEMORY),
     (
         "backward/groups.py",
@@ -336,8 +336,10 @@ FUNCTIONS_MUTANTS = [
     ),
     (  # What was freed before a later group was refused is lost.
         "backward/functions.py",
-        "        group.check(known)\n    for group in param_groups:\n",
-        "        group.check(known)\n",
+        "        group.check(known)\n"
+        "    unmodified = [group.unmodified for group in param_groups]\n"
+        "    for group in param_groups:\n",
+        "        group.check(known)\n        unmodified = [group.unmodified]\n",
         FUNCTION_LIMITS,
     ),
 ]
@@ -477,8 +479,8 @@ ENGINE_MUTANTS = [
 LEAF_MUTANTS = [
     (
         "backward/leaf_modules.py",
-        "bias = bias if bias is not None and bias.requires_grad else None",
-        "bias = bias",
+        "bias is not None and trains_bias and bias.requires_grad else None",
+        "bias is not None and trains_bias else None",
     ),
     (
         "backward/leaf_modules.py",
@@ -487,8 +489,28 @@ LEAF_MUTANTS = [
     ),
     (  # The other of two equal formulas, which rounds long sums differently.
         "backward/leaf_modules.py",
-        "is_column_major(weight.shape[::-1], weight.stride()[::-1]))",
-        "True)",
+        "is_by_rows = is_column_major(weight.shape[::-1], weight.stride()[::-1])",
+        "is_by_rows = True",
+    ),
+    (
+        "backward/leaf_modules.py",
+        "bias is not None and trains_bias and bias.requires_grad else None",
+        "bias is not None and bias.requires_grad else None",
+        ENGINE_LIMITS,
+    ),
+    (
+        "backward/leaf_modules.py",
+        "trains_weight = weight.requires_grad  #",
+        "trains_weight = True  #",
+        ENGINE_LIMITS,
+    ),
+    ("backward/leaf_modules.py", "        and not is_in_forward_mode()\n", "", ENGINE_LIMITS),
+    ("backward/settling.py", "    if delivery.params:\n        recheck()\n", "", SETTLING),
+    (
+        "backward/settling.py",
+        "first + second if dtype is None else first.to(dtype) + second.to(dtype)",
+        "first + second",
+        SETTLING,
     ),
     (
         "backward/leaf_modules.py",
@@ -551,8 +573,8 @@ LEAF_MUTANTS = [
     ),
     (
         "backward/leaf_modules.py",
-        "return None if call is None or not call.weight.requires_grad else call",
-        "return call",
+        "if call is None or not call.weight.requires_grad:",
+        "if call is None:",
     ),
     (
         "backward/leaf_modules.py",
@@ -576,8 +598,8 @@ LEAF_MUTANTS = [
     ),
     (
         "backward/leaf_modules.py",
-        "    if peek_interpreter_stack() is not None:",
-        "    if False:",
+        "if peek_interpreter_stack() is not None or is_in_forward_mode():",
+        "if is_in_forward_mode():",
         ENGINE_LIMITS,
     ),
     (

@@ -84,6 +84,7 @@ MUTANTS = [
         "        finally:\n            pass\n",
     ),
     ("backward/engine.py", "note_calls_in(calls)", "note_calls_in(CompiledCalls())", CUT),
+    ("backward/compiled_calls.py", "        self.unmodified.check()\n", ""),
     (  # A weight of two calls is added twice, and rounded differently.
         "backward/engine.py",
         "are_apart = not groups and _are_apart(waiting, taps, arrived)",

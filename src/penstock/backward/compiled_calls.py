@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock.backward.terms import Part, Term
+from penstock.backward.terms import Part, Term, Unmodified
 
 WeightHalf = Callable[[list[object]], Sequence[Tensor]]
 """Compiled code that returns weight gradients; it empties the list that it is given."""
@@ -20,18 +20,17 @@ WeightHalf = Callable[[list[object]], Sequence[Tensor]]
 class CompiledGrads:
     """The weight gradients of one call of a compiled region, which come from one graph."""
 
-    __slots__ = ("_found", "_kept", "_run")
+    __slots__ = ("_call", "_found")
 
-    def __init__(self, run: WeightHalf, kept: list[object]) -> None:
-        self._run = run
-        self._kept = kept
+    def __init__(self, call: "WaitingCall") -> None:
+        self._call: WaitingCall | None = call
         self._found: list[Tensor | None] = []
 
     def take(self, which: int) -> Tensor:
         """Return a gradient, and stop holding it."""
-        if self._kept:
-            self._found = list(self._run(self._kept))
-            self._kept = []
+        if self._call is not None:
+            self._found = [grad for _, grad in self._call.compute()]
+            self._call = None
         taken, self._found[which] = self._found[which], None
         assert taken is not None  # it is taken once
         return taken
@@ -44,18 +43,19 @@ class WaitingCall(NamedTuple):
     """The place of the call among the nodes of the graph."""
     run: WeightHalf
     kept: list[object]
+    unmodified: Unmodified
+    """The tensors among the kept values; some may be parameters, which hooks may change."""
     params: Sequence[Tensor]
 
-    def kept_tensors(self) -> list[Tensor]:
-        return [value for value in self.kept if isinstance(value, Tensor)]
-
-    def compute(self) -> list[tuple[Tensor, Term]]:
+    def compute(self) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters with their gradients, which nobody else holds."""
+        self.unmodified.check()
+        self.unmodified.tensors.clear()
         return list(zip(self.params, self.run(self.kept), strict=True))
 
     def add_terms(self, terms: list[tuple[Tensor, Term]]) -> None:
         """Add terms that run the weight half when the first of them is needed."""
-        grads = CompiledGrads(self.run, self.kept)
+        grads = CompiledGrads(self)
         terms += [(param, Part(grads, which)) for which, param in enumerate(self.params)]
 
 
@@ -83,7 +83,8 @@ class CompiledCalls:
         params: Sequence[Tensor],
     ) -> None:
         """Leave the weight half of a call: `run` on `kept` returns the gradients of `params`."""
-        self._waiting.append(WaitingCall(sequence_number, run, kept, params))
+        tensors = Unmodified(value for value in kept if isinstance(value, Tensor))
+        self._waiting.append(WaitingCall(sequence_number, run, kept, tensors, params))
 
     @contextmanager
     def splitting(self, weights: Iterable[Tensor]) -> Iterator[None]:

@@ -172,8 +172,6 @@ class SplitEngine(Sealed):
         arrived = [(p, g) for p, g in zip(plan.urgent, urgent_grads, strict=True) if g is not None]
         needed = [grad for _, grad in arrived]
         waiting = calls.take()
-        for call in waiting:
-            needed += call.kept_tensors()
         if calls.needs_parameters:
             self._must_gather = True
         are_apart = not groups and _are_apart(waiting, taps, arrived)
@@ -187,12 +185,11 @@ class SplitEngine(Sealed):
         for call in in_order:
             call.add_terms(work.terms)
         work.terms.extend(arrived)
-        own = waiting if are_apart else ()
-        return input_grads, _Remainder(work, groups, own, Unmodified(needed))
+        return input_grads, _Remainder(work, groups, waiting, are_apart, Unmodified(needed))
 
     def _settle(self, remainder: "_Remainder", token: object) -> None:
         """Do the remaining work: the weight backward."""
-        work, groups, calls, unmodified = remainder
+        work, groups, calls, are_apart, unmodified = remainder
         unmodified.check()
         if groups:
             params = self._trainable()
@@ -204,8 +201,12 @@ class SplitEngine(Sealed):
                 with self._gathered(), self._running(token):
                     work.terms.extend(carry_on(work.tails, params))
         with self._gathered() if self._must_gather else nullcontext():
-            batches = chain(((call.compute(), True) for call in calls), [(work.terms, False)])
-            settle_all(batches, signal_accumulators=self._signals)
+            own = ((call.compute(), True) for call in calls if are_apart)
+            settle_all(
+                chain(own, [(work.terms, False)]),
+                signal_accumulators=self._signals,
+                recheck=unmodified.check,
+            )
 
     def _gathered(self) -> AbstractContextManager[None]:
         """Hold the values of all parameters, for a graph that leads through them."""
@@ -252,13 +253,20 @@ def _are_apart(
 class _Remainder(NamedTuple):
     """The work that an input backward leaves, and a check that nobody overwrites its tensors.
 
-    `calls` are compiled calls whose weights nobody else uses.
+    `are_apart`: nobody else uses the weights of the compiled calls, so their terms are not in the
+    work.
     """
 
     work: WeightWork
     groups: list[ParamGroup]
     calls: Sequence[WaitingCall]
+    are_apart: bool
     unmodified: Unmodified
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The tensors that the products need."""
+        return self.unmodified.tensors + [x for call in self.calls for x in call.unmodified.tensors]
 
     def is_empty(self) -> bool:
         return not (self.work.terms or self.work.tails or self.groups or self.calls)
@@ -330,8 +338,7 @@ class PendingBackward:
                 "the loss does not depend on any input or weight of this forward pass. Expected "
                 "a loss computed from its own outputs; pass it to the PendingBackward it came from."
             )
-        held = remainder.unmodified.tensors
-        pending = PendingWeights(lambda: engine._settle(remainder, token), held)
+        pending = PendingWeights(lambda: engine._settle(remainder, token), remainder.held)
         return spread_over(self.inputs, inputs, grads), pending
 
     def backward(self, output_grads: Any = None, *, loss: Any = None) -> InputGrads:

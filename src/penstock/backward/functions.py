@@ -112,6 +112,7 @@ def stage_backward_weight(
     work = WeightWork([], [])
     for group in param_groups:
         group.check(known)
+    unmodified = [group.unmodified for group in param_groups]
     for group in param_groups:
         group.add_work(work)
         if not retain_graph:
@@ -120,7 +121,12 @@ def stage_backward_weight(
     if tails:
         with Translated(grad for _, grad in tails if isinstance(grad, Tensor)):
             terms += carry_on(tails, weights, retain_graph=retain_graph)
-    settle(terms, signal_accumulators=_reducers_may_wait())
+
+    def recheck() -> None:
+        for found in unmodified:
+            found.check()
+
+    settle(terms, signal_accumulators=_reducers_may_wait(), recheck=recheck)
     return tuple(weight.grad for weight in weights)
 
 

@@ -21,7 +21,7 @@ class ParamGroup(Mapping[str, Any]):
     the weight backward. Several gradients in one tuple are summed; None stands for zero.
     """
 
-    __slots__ = ("_arrived", "_grads", "_params", "_sources", "_unmodified")
+    __slots__ = ("_arrived", "_grads", "_params", "_sources", "unmodified")
 
     def __init__(
         self, params: Mapping[int, Tensor], sources: Sequence[Source], arrived: Sequence[Gradients]
@@ -33,7 +33,7 @@ class ParamGroup(Mapping[str, Any]):
         needed = [grad for given in arrived for grad in given if grad is not None]
         for source in sources:
             needed += source.saved
-        self._unmodified = Unmodified(needed)
+        self.unmodified = Unmodified(needed)
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(param.shape)) for param in self._params.values())
@@ -72,7 +72,7 @@ class ParamGroup(Mapping[str, Any]):
                 "weights. Expected the weights that were given to stage_backward_input: "
                 "pass the same module's parameters to both."
             )
-        self._unmodified.check()
+        self.unmodified.check()
         self._check_overwritten()
 
     def _check_overwritten(self) -> None:
@@ -106,7 +106,7 @@ class ParamGroup(Mapping[str, Any]):
         """Drop everything that the weight backward needed."""
         self._sources = None
         self._arrived = self._grads = []
-        self._unmodified = Unmodified(())
+        self.unmodified = Unmodified(())
 
 
 def _entries(given: Any, name: str) -> Gradients:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from penstock.backward.sources import Source, Use, source_of
+from penstock.errors import BackwardError
 from penstock.torch_private import accumulated_variable, sequence_number
 
 Edges: TypeAlias = Sequence[tuple[Node | None, int]]
@@ -38,7 +39,11 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
         return GradientEdge(tensor.grad_fn, tensor.output_nr)
     with torch.enable_grad():
         view = tensor.view_as(tensor).grad_fn
-    assert view is not None
+    if view is None:
+        raise BackwardError(
+            "a backward was started inside torch.inference_mode(), which records no graphs. "
+            "Start it outside."
+        )
     (accumulator, _), *_ = view.next_functions
     assert accumulator is not None
     return GradientEdge(accumulator, 0)

@@ -41,6 +41,7 @@ from penstock.errors import BackwardError
 from penstock.torch_private import (
     is_any_autocast_enabled,
     is_async_tensor,
+    is_in_forward_mode,
     own_parameters,
     peek_interpreter_stack,
     shape_fused_product,
@@ -89,11 +90,13 @@ class Call(NamedTuple):
     """The parameters of a leaf module's call; a linear layer has no geometry.
 
     `is_by_rows`: the weight of a linear layer is laid out by rows, as it usually is.
+    `trains_bias`: the bias needed a gradient in the forward.
     """
 
     weight: Tensor
     bias: Tensor | None
     is_by_rows: bool
+    trains_bias: bool
     geometry: ConvolutionGeometry | None = None
 
     def run(self, x: Tensor) -> Tensor:
@@ -109,15 +112,19 @@ class Call(NamedTuple):
 
     def add_terms(self, grad: Tensor, x: Tensor, terms: Terms) -> None:
         """Add the terms of the parameters, where `grad` is the gradient of the output for `x`."""
-        weight, bias, is_by_rows, geometry = self
-        bias = bias if bias is not None and bias.requires_grad else None
+        weight, bias, is_by_rows, trains_bias, geometry = self
+        bias = bias if bias is not None and trains_bias and bias.requires_grad else None
+        trains_weight = weight.requires_grad  # It may have been switched off after the forward.
         if geometry is None:
-            terms.append((weight, _linear_product(grad, x, is_by_rows)))
+            if trains_weight:
+                terms.append((weight, _linear_product(grad, x, is_by_rows)))
             if bias is not None:
                 terms.append((bias, SumTo(grad, bias.shape)))
         else:
-            grads = ConvolutionGrads(grad, x, weight.detach(), geometry, (True, bias is not None))
-            terms.append((weight, Part(grads, 0)))
+            of_parameters = trains_weight, bias is not None
+            grads = ConvolutionGrads(grad, x, weight.detach(), geometry, of_parameters)
+            if trains_weight:
+                terms.append((weight, Part(grads, 0)))
             if bias is not None:
                 terms.append((bias, Part(grads, 1)))
 
@@ -259,10 +266,14 @@ class _Params:
             self._weight, self._bias = weight, bias
             self._call = self._make_call(weight, bias)
         call = self._call
-        return None if call is None or not call.weight.requires_grad else call
+        if call is None or not call.weight.requires_grad:
+            return None
+        if bias is not None and bias.requires_grad is not call.trains_bias:
+            call = self._call = self._make_call(weight, bias)
+        return call
 
     def _make_call(self, weight: Tensor | None, bias: Tensor | None) -> Call | None:
-        if weight is None or "bias" not in self._params:  # Otherwise parametrised.
+        if weight is None or weight.dim() < 2 or "bias" not in self._params:  # Parametrised.
             return None
         is_known = is_sharded if self._may_shard and is_sharded(weight) else is_plain
         are_ours = all(
@@ -273,7 +284,8 @@ class _Params:
         if not are_ours:
             return None
         # The right factor of the product is the transpose.
-        return Call(weight, bias, is_column_major(weight.shape[::-1], weight.stride()[::-1]))
+        is_by_rows = is_column_major(weight.shape[::-1], weight.stride()[::-1])
+        return Call(weight, bias, is_by_rows, bias is not None and bias.requires_grad)
 
 
 def _linear(module: nn.Module, params: _Params, sink: Sink) -> ForwardFunction:
@@ -316,6 +328,7 @@ def _is_usual(call: Call, x: Tensor, sink: Sink) -> bool:
         and torch.is_grad_enabled()
         and top_saved_tensors_hooks(False) is None
         and peek_interpreter_stack() is None
+        and not is_in_forward_mode()
         and not is_any_autocast_enabled()
     )
 
@@ -333,7 +346,7 @@ def _run_linear(call: Call, x: Tensor, sink: Sink, are_saves_hooked: bool) -> Te
     bias = call.bias
     is_fused = bias is not None and x.is_contiguous()
     if not is_fused:
-        call = Call(call.weight, None, call.is_by_rows)
+        call = Call(call.weight, None, call.is_by_rows, False)
     out = _run_deferred(call, x.reshape(-1, x.shape[-1]), sink, are_saves_hooked, shard)
     shape = (*x.shape[:-1], out.shape[-1])
     if is_fused:
@@ -365,7 +378,7 @@ def _convolution(module: Any, params: _Params, sink: Sink) -> ForwardFunction:
             module.output_padding,
             module.groups,
         )
-        own = Call(call.weight, call.bias, call.is_by_rows, geometry)
+        own = Call(*call[:-1], geometry)
         out = _run_deferred(own, x, sink, hooked)
         return _no_view(out, out.shape)
 
@@ -383,7 +396,7 @@ def _can_defer(weight: Tensor, x: Tensor, sink: Sink, are_saves_hooked: bool) ->
         return False
     if weight.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
         return False
-    if peek_interpreter_stack() is not None:  # In torch.func.vjp or the like.
+    if peek_interpreter_stack() is not None or is_in_forward_mode():  # As in torch.func.vjp.
         return False
     return are_saves_hooked or sink.taps is not None
 
@@ -396,9 +409,10 @@ def _run_deferred(
     That node must not get their hooks.
     `shard`: the user's part of the DTensor that `x` is a view of.
     """
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-        x = x.to(torch.get_autocast_dtype(kind))
+    if is_any_autocast_enabled():
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+            x = x.to(torch.get_autocast_dtype(kind))
     held: Tensor | _Place
     version = 0
     if are_saves_hooked:

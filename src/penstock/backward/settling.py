@@ -7,7 +7,7 @@
     rely on in their order, once, with the gradient in place.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -70,30 +70,47 @@ class HooksPutOff:
             set_tensor_hooks(param, hooks)
 
 
-def settle(terms: Terms, *, signal_accumulators: bool) -> None:
+def settle(
+    terms: Terms, *, signal_accumulators: bool, recheck: Callable[[], None] = lambda: None
+) -> None:
     """Add every term to the `.grad` of its parameter, and run the parameters' hooks.
 
     `signal_accumulators`: include every parameter in [2], at least with a signal, because
     hooks that cannot be seen from here may wait for its accumulator.
+    `recheck` raises an error if a hook, such as that of an optimizer, has changed what terms need.
     """
-    settle_all([(terms, False)], signal_accumulators=signal_accumulators)
+    settle_all([(terms, False)], signal_accumulators=signal_accumulators, recheck=recheck)
 
 
-def settle_all(batches: Iterable[tuple[Terms, bool]], *, signal_accumulators: bool) -> None:
+def settle_all(
+    batches: Iterable[tuple[Sequence[tuple[Tensor, Term]], bool]],
+    *,
+    signal_accumulators: bool,
+    recheck: Callable[[], None],
+) -> None:
     """Settle one batch after another; no parameter is in two of them.
 
     A batch says whether nobody else holds its terms that are tensors.
     """
+    have_hooks_run = False
     was_enabled = torch.is_grad_enabled()
     set_grad_mode(False)
     try:
         for terms, are_ours in batches:
-            _settle(terms, are_ours, signal_accumulators)
+            if have_hooks_run:
+                recheck()
+            have_hooks_run |= _settle(terms, are_ours, signal_accumulators, recheck)
     finally:
         set_grad_mode(was_enabled)
 
 
-def _settle(terms: Terms, are_ours: bool, signal_accumulators: bool) -> None:
+def _settle(
+    terms: Sequence[tuple[Tensor, Term]],
+    are_ours: bool,
+    signal_accumulators: bool,
+    recheck: Callable[[], None],
+) -> bool:
+    """Settle a batch; return whether hooks may have run."""
     plain: Terms = []
     delivery = _Delivery()
     for param, term in terms:
@@ -103,12 +120,15 @@ def _settle(terms: Terms, are_ours: bool, signal_accumulators: bool) -> None:
             delivery.add(param, value_of(term))
     # First, since autograd may have let a sparse gradient share memory with a dense one.
     delivery.run()  # [2]
+    if delivery.params:
+        recheck()
     _add_plainly(plain, are_ours)  # [1]
     if signal_accumulators:
         signals = _Delivery()
         for param, _ in plain:
             signals.add(param, None)
         signals.run()  # [2]
+    return signal_accumulators or bool(delivery.params)
 
 
 def _add_plainly(terms: Terms, are_ours: bool) -> None:
@@ -200,7 +220,7 @@ class _Delivery:
             self.grads.append(grad)
         elif grad is not None:
             so_far = self.grads[place]
-            self.grads[place] = grad if so_far is None else so_far + grad
+            self.grads[place] = grad if so_far is None else _sum_for(param, so_far, grad)
 
     def run(self) -> None:
         if not self.params:
@@ -210,6 +230,12 @@ class _Delivery:
                 self.grads, *self.params
             )
         torch.autograd.backward(signal, torch.ones_like(signal))
+
+
+def _sum_for(param: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return a sum as the parameter's accumulator gets it: both in its dtype, if it has one."""
+    dtype = param.grad_dtype
+    return first + second if dtype is None else first.to(dtype) + second.to(dtype)
 
 
 class _Deliver(torch.autograd.Function):

@@ -36,6 +36,11 @@ def pair_with_grads(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor
     )
     for name, output, grad in found:
         if are_losses:
+            if output.is_complex():
+                raise BackwardError(
+                    f"the loss is {name} {describe(output)}, a complex number. Expected a real "
+                    "one: take its absolute value, or its real part."
+                )
             grad = torch.ones_like(output)
         if grad is not None:
             _check_grad(name, output, grad)

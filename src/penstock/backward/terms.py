@@ -54,9 +54,9 @@ class RowProduct:
     def value(self) -> Tensor:
         grad, x = self._grad, self._x
         if x.dim() > 2:
-            x = x.view(-1, x.shape[-1])
+            x = x.flatten(0, -2)
         if grad.dim() > 2:
-            grad = grad.reshape(-1, grad.shape[-1])
+            grad = grad.flatten(0, -2)
         return torch.mm(x.t(), grad).t() if self._is_transposed else torch.mm(grad.t(), x)
 
 

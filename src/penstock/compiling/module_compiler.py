@@ -24,9 +24,10 @@ def make_backend(
             f"mode={mode!r} and options were both given. Expected one of them, as in "
             "torch.compile. Put what the mode sets into options, or leave one out."
         )
-    if memory_budget is not None and not 0 <= memory_budget <= 1:
+    is_share = isinstance(memory_budget, int | float) and 0 <= memory_budget <= 1
+    if memory_budget is not None and not is_share:
         raise CompileError(
-            f"memory_budget is {memory_budget}. Expected a share between 0, to compute all that "
+            f"memory_budget is {memory_budget!r}. Expected a share between 0, to compute all that "
             "can be computed again in the backward, and 1, to keep what is fastest. Leave it out "
             "for torch's default."
         )

@@ -7,7 +7,6 @@ other is the same.
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
-from numbers import Real
 from typing import Any, TypeAlias
 
 from penstock.costs.cost_table import CostTable, StageCost
@@ -26,7 +25,7 @@ def check_levels(name: str, levels: Any) -> list[Level]:
         raise CostError(f"{name} is empty. Give at least one level, such as a memory budget.")
     for place, level in enumerate(each):
         # A nan does not equal itself.
-        if not isinstance(level, Real | str) or level != level:
+        if not isinstance(level, int | float | str) or level != level:
             raise CostError(f"{name} holds {level!r}. Expected numbers or texts.")
         if level in each[:place]:
             raise CostError(f"{name} holds {level!r} twice. Give each level once.")
@@ -35,7 +34,7 @@ def check_levels(name: str, levels: Any) -> list[Level]:
 
 def check_tables(tables: Mapping[Level, CostTable]) -> None:
     """Raise an error unless the tables are of the same stages, with the same messages."""
-    levels = check_levels("what", tables)
+    levels = check_levels("the mapping from levels to costs", tables)
     for level, table in tables.items():
         if not isinstance(table, CostTable):
             raise CostError(f"The costs of level {level!r} are {table!r}. Expected a CostTable.")
@@ -87,7 +86,7 @@ def describe_levels(levels: Sequence[Level]) -> str:
     >>> describe_levels([0.5, 0.5])
     '0.5'
     """
-    texts = [level if isinstance(level, str) else f"{level:g}" for level in levels]
+    texts = [level if isinstance(level, str) else f"{level:.12g}" for level in levels]
     runs = [(text, [*run]) for text, run in groupby(range(len(texts)), lambda n: texts[n])]
     if len(runs) == 1:
         return texts[0]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.backward.structure import describe
 from penstock.comm.collective_results import values_of, waited
 from penstock.errors import StageError
 from penstock.ir import MicrobatchId
@@ -43,11 +44,11 @@ class Losses:
         self.values[mb] = waited(loss)
         if not self.has_backward:
             return None
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+            got = describe(loss) if isinstance(loss, Tensor) else f"{loss!r}"
             raise StageError(
                 f"loss_fn returned a loss {got} for microbatch {mb}. Expected a tensor with one "
-                "value: let it return the mean, or the sum with scale_grads=False."
+                "real value: let it return the mean, or the sum with scale_grads=False."
             )
         if not self.weights.are_known:
             self._check_alike(mb, outputs)

@@ -20,6 +20,7 @@ import torch
 import torch.multiprocessing
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,6 +87,7 @@ NAMES = (
     "torch._C:_set_grad_enabled",
     *(f"torch._C:_functions.{node}.{name}" for node in _NODES for name in _NODES[node].split()),
     "torch._ops:OpOverload",
+    "torch.autograd.forward_ad:_current_level",
     "torch.autograd.graph:_engine_run_backward",
     "torch._subclasses.fake_tensor:DataDependentOutputException",
     "torch._subclasses.fake_tensor:DynamicOutputShapeException",
@@ -268,6 +270,11 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=wanted is None,
     )
+
+
+def is_in_forward_mode() -> bool:
+    """Return whether a level of forward-mode differentiation is open. Public: none."""
+    return forward_ad._current_level >= 0
 
 
 # Turns the recording of graphs on or off. Public: torch.no_grad, which takes twenty times as long.
