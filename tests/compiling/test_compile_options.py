@@ -34,6 +34,7 @@ def refuses(text: str) -> "pytest.RaisesExc[CompileError]":
             "mode='default' and options were both given. Expected one of them, as in torch",
         ),
         ({"memory_budget": 1.5}, "memory_budget is 1.5. Expected a share between 0"),
+        ({"memory_budget": "0.5"}, "memory_budget is '0.5'. Expected a share between 0"),
         ({"memory_budget": -1}, "memory_budget is -1. Expected a share between 0"),
     ],
 )
