@@ -61,18 +61,27 @@ def test_layer_called_with_computed_parameters_passes_their_gradients_on(
     _assert_like_plain(ComputedWeights(name, is_checkpointed))
 
 
-class InVjp(nn.Module):
-    def __init__(self) -> None:
+class InTransform(nn.Module):
+    def __init__(self, transform: Callable[..., Tensor], num_dims: int) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
+        self.transform, self.num_dims = transform, num_dims
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.func.vjp(self.layer, x)[0]
-        return y
+        inner = x.view((*x.shape[:1], *(1,) * (self.num_dims - 2), *x.shape[1:]))
+        return self.transform(self.layer, inner).view(x.shape)
 
 
-def test_layer_inside_a_function_transform_keeps_its_gradients() -> None:
-    _assert_like_plain(InVjp())
+@pytest.mark.parametrize("num_dims", [2, 4])
+@pytest.mark.parametrize(
+    "transform",
+    [lambda layer, x: torch.func.vjp(layer, x)[0], lambda layer, x: torch.vmap(layer)(x)],
+    ids=["vjp", "vmap"],
+)
+def test_layer_inside_a_function_transform_keeps_its_gradients(
+    transform: Callable[..., Tensor], num_dims: int
+) -> None:
+    _assert_like_plain(InTransform(transform, num_dims))
 
 
 class SelfDifferentiating(nn.Module):
@@ -86,10 +95,13 @@ class SelfDifferentiating(nn.Module):
         return energy + force
 
 
-def test_module_that_differentiates_itself_is_refused_in_its_first_forward() -> None:
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_module_that_differentiates_itself_is_refused_in_its_first_forward(
+    shape: tuple[int, ...],
+) -> None:
     engine = SplitEngine(SelfDifferentiating())
     with pytest.raises(BackwardError, match="A module that differentiates itself"):
-        engine.forward(_input())
+        engine.forward(torch.randn(shape, requires_grad=True))
 
 
 class KeepsAuxiliaryLoss(nn.Module):

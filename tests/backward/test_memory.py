@@ -340,6 +340,17 @@ def test_forward_keeps_nothing_of_the_inside_of_a_checkpointed_block(
     assert 2 == model.num_runs
 
 
+def test_later_forward_keeps_nothing_of_the_inside_of_a_checkpointed_block(
+    storages: Storages,
+) -> None:
+    """The first forward is checked more closely than others."""
+    engine = SplitEngine(Checkpointed(storages))
+    engine.forward(_input(storages)).backward(_output_grad(storages))
+    run = engine.forward(_input(storages))
+    assert {"x"} == storages.alive() - {"output grad"}
+    run.backward(_output_grad(storages))
+
+
 def test_engine_defers_the_products_of_a_checkpointed_block(storages: Storages) -> None:
     run = SplitEngine(Checkpointed(storages)).forward(_input(storages))
     _, pending = run.backward_input(_output_grad(storages))

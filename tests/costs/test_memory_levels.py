@@ -1,6 +1,7 @@
 """Costs of stages with different memory levels."""
 
 from dataclasses import fields, replace
+from fractions import Fraction
 from math import inf, nan
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_costs_of_one_level_are_those_of_its_table(level: Any) -> None:
         (0.5, "levels is 0.5. Expected several levels: give a list."),
         ([0.5, None], "levels holds None. Expected numbers or texts."),
         ([nan], "levels holds nan. Expected numbers or texts."),
-        ([Fraction(1, 2)], "levels holds Fraction(1, 2). Expected numbers or texts."),
+        ([Fraction(1, 2)], r"levels holds Fraction\(1, 2\). Expected numbers or texts."),
         ([1, 0.5, 1.0], "levels holds 1.0 twice. Give each level once."),
     ],
 )
