@@ -1,38 +1,31 @@
 """The programs of a rank's steps, for its stages as they are now."""
 
-from dataclasses import dataclass
+from functools import cached_property
 
 from penstock.ir import Rank, Schedule, Skip, StageId
-from penstock.ir.message import Channel
 from penstock.passes.simpler_orders import keep_forwards
 from penstock.runtime.program import Program, make_program
 
 
-@dataclass(frozen=True, slots=True)
 class Programs:
-    """A rank's programs for one schedule, given which of its stages are sharded."""
+    """A rank's programs for one schedule, given which of its stages are sharded.
 
-    training: Program
-    forward: Program
-    channels: frozenset[Channel]
-    """The channels that any rank uses."""
-    skips: frozenset[Skip]
-    sharded: frozenset[StageId]
+    All their channels are those of `training`.
+    """
 
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         schedule: Schedule,
         rank: Rank,
         skips: frozenset[Skip],
         sharded: frozenset[StageId],
-    ) -> "Programs":
-        training = make_program(schedule, rank, skips, sharded)
-        forward = make_program(keep_forwards(schedule), rank, skips)
-        return cls(
-            training=training,
-            forward=forward,
-            channels=training.channels | forward.channels,
-            skips=skips,
-            sharded=sharded,
-        )
+    ) -> None:
+        self._schedule = schedule
+        self.skips = skips
+        self.sharded = sharded
+        self.training = make_program(schedule, rank, skips, sharded)
+
+    @cached_property
+    def forward(self) -> Program:
+        """The program of an evaluation, made when there is one."""
+        return make_program(keep_forwards(self._schedule), self.training.rank, self.skips)

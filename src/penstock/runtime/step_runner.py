@@ -92,7 +92,7 @@ class StepRunner:
             [rank.claims for rank in ranks],
             is_one_process=isinstance(self._first.group, LocalGroup),
         )
-        comm.open(self._refresh().channels | self._ties.channels_of(comm.rank))
+        comm.open(self._refresh().training.channels | self._ties.channels_of(comm.rank))
 
     def run(
         self,
@@ -170,7 +170,7 @@ class StepRunner:
         known = self._programs
         wanted = self._skips, sharded
         if known is None or (known.skips, known.sharded) != wanted:
-            self._programs = Programs.make(self.schedule, self._first.group_rank, *wanted)
+            self._programs = Programs(self.schedule, self._first.group_rank, *wanted)
         assert self._programs is not None
         if self._has_backward:
             for stage in self._stages.values():
