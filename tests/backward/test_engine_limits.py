@@ -270,9 +270,9 @@ class WithTangent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with forward_ad.dual_level():
-            y = torch.sin(self.layer(forward_ad.make_dual(x, x.cos())))
+            y = torch.sin(self.layer(forward_ad.make_dual(x[None], x[None].cos())))
             value, tangent = forward_ad.unpack_dual(y)
-            return value + tangent
+            return (value + tangent)[0]
 
 
 # torch scripts its own formulas when forward mode is first used.
@@ -283,7 +283,7 @@ def test_forward_mode_inside_a_module_reaches_its_weights() -> None:
 
 @pytest.mark.parametrize("make_layer", [lambda: nn.Linear(4, 4), lambda: nn.Conv1d(3, 3, 1)])
 @pytest.mark.parametrize(
-    ("name", "is_trained"), [("weight", True), ("bias", True), ("bias", False)]
+    ("name", "is_trained"), [("weight", True), ("weight", False), ("bias", True), ("bias", False)]
 )
 def test_parameter_switched_after_the_forward_gets_no_gradient(
     make_layer: Callable[[], nn.Module], name: str, is_trained: bool

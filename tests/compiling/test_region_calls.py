@@ -87,6 +87,35 @@ def test_uses_of_one_weight_are_added_in_the_order_of_autograd() -> None:
         assert all(map(torch.equal, expected, grads_of(module)))
 
 
+class Again(nn.Module):
+    """Runs the layer of another module, uncompiled."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), x
+
+
+def test_uses_of_a_weight_inside_and_outside_of_regions_are_added_in_the_order_of_autograd() -> (
+    None
+):
+    torch._dynamo.reset()
+    inside = compiled(Passing())
+    module = Chain(inside, Again(inside.layer), inside)
+    for seed in range(5):
+        x, _ = data()
+        torch.manual_seed(seed)
+        grad = torch.randn(3, WIDTH)
+        for _ in range(2):  # The second time, the sum is added to a gradient that is there.
+            module(x).backward(grad)
+        expected = grads_of(module)
+        for _ in range(2):
+            split_once(module, x, grad)
+        assert all(map(torch.equal, expected, grads_of(module)))
+
+
 def test_backward_after_one_that_failed_gives_all_gradients() -> None:
     """The region was told of a call whose backward then did not run."""
     torch._dynamo.reset()

@@ -481,6 +481,7 @@ LEAF_MUTANTS = [
         "backward/leaf_modules.py",
         "bias is not None and trains_bias and bias.requires_grad else None",
         "bias is not None and trains_bias else None",
+        ENGINE_LIMITS,
     ),
     (
         "backward/leaf_modules.py",
@@ -527,12 +528,6 @@ LEAF_MUTANTS = [
     ("backward/leaf_modules.py", "        and not is_any_autocast_enabled()\n", ""),
     (
         "backward/leaf_modules.py",
-        "        and peek_interpreter_stack() is None\n",
-        "",
-        ENGINE_LIMITS,
-    ),
-    (
-        "backward/leaf_modules.py",
         "        and top_saved_tensors_hooks(False) is None\n",
         "",
         MEMORY,
@@ -570,6 +565,7 @@ LEAF_MUTANTS = [
         "backward/leaf_modules.py",
         "if call is None or not call.weight.requires_grad:",
         "if call is None:",
+        ENGINE_LIMITS,
     ),
     (
         "backward/leaf_modules.py",
