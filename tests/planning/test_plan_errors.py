@@ -33,7 +33,10 @@ BATCH = torch.zeros(4, 2)
         ({"speed": 1.0}, "speed is 1.0. It is for a model"),
         ({"kwargs": {}}, "kwargs is {}. It is for a model"),
         ({"what": 3}, "what is 3. Expected a model, a sequence of LayerCost, a CostTable, or one"),
-        ({"what": {}}, "what is empty. Give at least one level, such as a memory budget."),
+        (
+            {"what": {}},
+            "the mapping of levels is empty. Give at least one level, such as a memory budget.",
+        ),
         ({"what": []}, r"The costs of layers are \[\]. Expected at least one LayerCost"),
         ({"what": [1.0]}, r"The costs of layers are \[1.0\]. Expected at least one LayerCost"),
     ],

@@ -34,7 +34,7 @@ def check_levels(name: str, levels: Any) -> list[Level]:
 
 def check_tables(tables: Mapping[Level, CostTable]) -> None:
     """Raise an error unless the tables are of the same stages, with the same messages."""
-    levels = check_levels("the mapping from levels to costs", tables)
+    levels = check_levels("the mapping of levels", tables)
     for level, table in tables.items():
         if not isinstance(table, CostTable):
             raise CostError(f"The costs of level {level!r} are {table!r}. Expected a CostTable.")
