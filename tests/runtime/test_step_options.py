@@ -71,6 +71,27 @@ def test_losses_are_those_of_each_microbatch_and_replace_what_was_there(
 
 
 @every_schedule
+def test_losses_take_no_more_memory_than_their_values(schedule: Schedule) -> None:
+    """On the CPU, mse_loss returns one value in the memory of all that it reduced.
+
+    So the losses of a step kept as much as the outputs of all microbatches.
+    """
+    modules, batch = mlp(), mlp_batch()
+    assert mean_square(*batch.args, batch.target).untyped_storage().nbytes() > 8
+
+    def main(pipeline: Pipeline) -> list[Tensor]:
+        losses: list[Tensor] = []
+        found = []
+        for run in (pipeline.step, pipeline.eval):
+            run(*batch.args, target=batch.target, losses=losses)
+            found += losses
+        return found
+
+    losses = [loss for found in run_locally(modules, schedule, main) for loss in found]
+    assert [8] * 2 * NUM_MICROBATCHES == [loss.untyped_storage().nbytes() for loss in losses]
+
+
+@every_schedule
 def test_outputs_are_not_returned_if_nobody_wants_them(schedule: Schedule) -> None:
     modules, batch = mlp(), mlp_batch()
 

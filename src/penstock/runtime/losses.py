@@ -41,7 +41,7 @@ class Losses:
                 if target is None:
                     exc.add_note("no target was given on this rank, which holds the last stage")
                 raise
-        self.values[mb] = waited(loss)
+        self.values[mb] = waited(loss) if self.has_backward else _value_alone(waited(loss))
         if not self.has_backward:
             return None
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
@@ -72,7 +72,7 @@ class Losses:
 
     def let_go(self, mb: MicrobatchId, loss: Tensor) -> None:
         """Keep only the value of a loss: its graph would keep the stage's inputs alive."""
-        self.values[mb] = values_of(loss)
+        self.values[mb] = _value_alone(values_of(loss))
 
     def weighed(self) -> list[Any]:
         """Return the losses times their weights, so that their mean is the loss of the batch."""
@@ -92,6 +92,16 @@ class Losses:
                 "step_microbatches() the weights; or let loss_fn return sums, with "
                 "scale_grads=False."
             )
+
+
+def _value_alone(loss: Any) -> Any:
+    """Return a loss in memory of its own size; it is copied only if it takes more.
+
+    On the CPU, `mse_loss` and its like return one value in the memory of all that they reduced.
+    """
+    if type(loss) is Tensor and loss.untyped_storage().nbytes() > loss.nbytes:
+        return loss.clone()
+    return loss
 
 
 def weigh_losses(
