@@ -25,9 +25,12 @@ from local_steps import (
     step_unsplit,
     zero_grad,
 )
-from penstock import Replicate, Schedule, TensorChunkSpec, schedules
+from penstock import Pipeline, Replicate, Schedule, TensorChunkSpec, schedules
+from penstock.ir import Backward
+from penstock.runtime.outside_graphs import OutsideGraphs
 from stage_training import assert_close, assert_same_grads
 from staged_models import Batch, run_unsplit
+from tensor_counts import live_tensors
 
 every_schedule = pytest.mark.parametrize("schedule", FOUR_STAGES.values(), ids=FOUR_STAGES)
 
@@ -251,6 +254,55 @@ def test_keyword_arguments_that_need_a_gradient_get_it(is_whole: bool, schedule:
     assert_same(expected, step_locally(modules, schedule, batch, kwargs_chunk_spec=spec))
     assert leaf.grad is not None
     assert_close("gradient of scale", leaf.grad, own.grad)
+
+
+def test_tensor_that_all_microbatches_share_has_one_gradient_at_a_time() -> None:
+    """Each microbatch's was kept to the end of the step: as many times the tensor's memory."""
+    module = Call(lambda layer, x, *, scale: torch.tanh(layer(x)) * scale.sum(0))
+    scale = randn(7, WIDTH).requires_grad_()
+    batch = Batch((randn(8, WIDTH),), {"scale": scale}, randn(8, WIDTH))
+    counts = []
+
+    def count_grads(action: Any, context: Any) -> None:
+        context.run(action)
+        alive = [x for x in live_tensors() if x.shape == scale.shape and not x.requires_grad]
+        counts.append(len(alive))
+
+    def main(pipeline: Pipeline) -> None:
+        pipeline.register_custom_function(Backward, count_grads)
+        pipeline.step(*batch.args, target=batch.target, **batch.kwargs)
+
+    schedule = schedules.get("1F1B")(num_ranks=1, num_microbatches=4)
+    run_locally([module], schedule, main, kwargs_chunk_spec={"scale": Replicate()})
+    assert [1, 1, 1, 1] == counts
+
+
+@pytest.mark.parametrize("sparse", [(), (0, 1, 2), (0, 2), (1,)], ids=str)
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_gradients_of_a_shared_tensor_are_added_as_autograd_adds_them(
+    is_leaf: bool, sparse: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    dense = [torch.randn(50, 2) * 10.0**power for power in (0, 4, -2)]
+    grads = [x.to_sparse(1) if number in sparse else x for number, x in enumerate(dense)]
+    before = [grad.clone() for grad in grads]
+    sums = []
+    for is_expected in (True, False):
+        leaf = torch.ones(50, 2, requires_grad=True)
+        tensor = leaf if is_leaf else leaf * 2
+        if is_expected:
+            torch.autograd.backward([tensor] * 3, grads)
+        else:
+            outside = OutsideGraphs()
+            for grad in grads:
+                outside.add(tensor, grad)
+            outside.backward()
+        assert leaf.grad is not None
+        sums.append(leaf.grad.to_dense())
+    is_mixed = len(sparse) in (1, 2)
+    # Dense and sparse ones are added apart, so the order differs from autograd's.
+    torch.testing.assert_close(*sums, **({} if is_mixed else {"rtol": 0.0, "atol": 0.0}))
+    assert all(torch.equal(x.to_dense(), y.to_dense()) for x, y in zip(before, grads, strict=True))
 
 
 @every_schedule

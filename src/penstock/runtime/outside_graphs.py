@@ -13,11 +13,16 @@ from penstock.torch_private import pytree
 class OutsideGraphs:
     """Gradients of the caller's tensors, collected for one backward through the caller's graphs.
 
-    Stages work with stand-ins for these tensors.
+    Stages work with stand-ins for these tensors. If several microbatches or stages use one tensor,
+    its gradients are added as they come, in the order in which autograd would add them.
     """
 
     def __init__(self) -> None:
-        self._grads: list[tuple[Tensor, Tensor]] = []
+        self._grads: dict[tuple[int, torch.layout], tuple[Tensor, Tensor]] = {}
+        """The caller's tensors with their gradients, by the id of the tensor.
+
+        Sparse gradients are kept apart from dense ones, to which torch adds them in one order only.
+        """
 
     def cut_off(self, value: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
         """Return the value with stand-ins for tensors that need gradients, and pairs of both."""
@@ -35,10 +40,13 @@ class OutsideGraphs:
 
     def add(self, tensor: Tensor, grad: Tensor) -> None:
         """Add the gradient that a microbatch gave to one of the caller's tensors."""
-        self._grads.append((tensor, grad))
+        place = id(tensor), grad.layout
+        known = self._grads.get(place)
+        # Not in place: others may use the first gradient too.
+        self._grads[place] = tensor, grad if known is None else known[1] + grad
 
     def backward(self) -> None:
         """Hand all gradients to the caller's graphs."""
         if self._grads:
-            tensors, grads = zip(*self._grads, strict=True)
+            tensors, grads = zip(*self._grads.values(), strict=True)
             torch.autograd.backward(tensors, grads)
