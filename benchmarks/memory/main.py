@@ -11,41 +11,24 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 import contenders
-from contenders import PENSTOCK_GLOO, TORCH, Contender, Entrant, Samples
-from memory.live_bytes import ACTION, LiveBytes, count_live_bytes
+from contenders import PENSTOCK_GLOO, TORCH, Contender, Entrant
+from memory.capped import LAYOUTS, measure_capped
+from memory.steps import Setting, count_steps, enter, make_batch, warm_up
 from memory.tables import print_tables
 from processes import environment, run_ranks
-from split_backward.model import Size, Stage
 
 import penstock
-from penstock.ir import Backward, BackwardInput, BackwardWeight, Forward, Overlap
-from penstock.ir.action import compute_parts
 
-BLOCKS, BATCH, TOKENS = 8, 2, 64
-WARM_UP, COUNTED, ROUNDS = 2, 2, 8
 BOTH = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZB-V", "DualPipeV")
 SCHEDULES = (*BOTH, "ZB-H1", "V-Half", "V-Min")
-LAYOUTS = {1: "1F1B", 2: "ZB-V"}
-"""For each number of stages on a rank, the schedule whose costs a search is given."""
-SEARCH_S = 10.0
-
-
-@dataclass(frozen=True)
-class Setting:
-    ranks: int
-    width: int
-    microbatches: int
-    is_checkpointed: bool
 
 
 @dataclass(frozen=True)
@@ -69,36 +52,6 @@ class Measured(NamedTuple):
 
     ranks: list[OfRank]
     costs: str
-
-
-class Capped(NamedTuple):
-    """A schedule that was run under the cap, and the memory that it was searched with."""
-
-    name: str
-    memory: float
-    schedule: penstock.Schedule
-    simulated_s: float
-
-
-def make_stage(setting: Setting, stage: int, count: int) -> nn.Module:
-    torch.manual_seed(stage)
-    blocks = BLOCKS // count
-    size = Size(blocks, setting.width, BATCH, TOKENS, 0, is_checkpointed=setting.is_checkpointed)
-    return Stage(size)
-
-
-def make_batch(setting: Setting) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(BLOCKS)
-    x = torch.randn(setting.microbatches * BATCH, TOKENS, setting.width)
-    return x, torch.randn_like(x)
-
-
-def enter(
-    contender: Contender, setting: Setting, schedule: penstock.Schedule | None = None
-) -> Entrant | None:
-    make = partial(make_stage, setting)
-    loss_fn = nn.functional.mse_loss
-    return contenders.enter(contender, setting.microbatches, make, loss_fn, schedule=schedule)
 
 
 def run_setting(setting: Setting, entered: Sequence[Contender]) -> dict[Contender, Measured]:
@@ -160,14 +113,6 @@ def weight_bytes(entrant: Entrant) -> int:
     return sum(2 * param.nbytes for module in entrant.modules for param in module.parameters())
 
 
-def warm_up(entrant: Entrant, x: Tensor, target: Tensor) -> None:
-    """Afterwards ranks are connected, and every parameter has a gradient, which is added to."""
-    with contenders.chosen_link(entrant.contender):
-        for _ in range(WARM_UP):
-            entrant.step(x, target)
-    entrant.check_gradients()
-
-
 def predict(entrant: Entrant, setting: Setting, x: Tensor, target: Tensor) -> tuple[float, str]:
     """Measure the costs of the stages; return the simulated peak of this rank, and the costs."""
     schedule = entrant.pipeline.schedule
@@ -183,111 +128,10 @@ def predict(entrant: Entrant, setting: Setting, x: Tensor, target: Tensor) -> tu
             nn.functional.mse_loss,
             *([x] if entrant.has_first else []),
             target=target if entrant.has_last else None,
-            repeats=3 if entrant.contender.schedule in LAYOUTS.values() else 1,
+            repeats=3 if entrant.contender.schedule in LAYOUTS else 1,
         )
     report = penstock.simulate(schedule, costs)
     return report.ranks[dist.get_rank()].peak_memory, costs.to_json()
-
-
-def count_steps(entrant: Entrant, x: Tensor, target: Tensor) -> LiveBytes:
-    """Count several steps together: what one keeps for the next is live in the next.
-
-    The profiler is shown where each action of Penstock's begins and ends.
-    """
-
-    def run_marked(action: Any, context: Any) -> None:
-        for part in compute_parts(action):  # Both halves of an overlap.
-            with torch.profiler.record_function(f"{ACTION}{part}"):
-                context.run(part)
-
-    def run_steps() -> None:
-        for _ in range(COUNTED):
-            entrant.step(x, target)
-
-    if entrant.contender.library != TORCH:
-        for kind in (Forward, Backward, BackwardInput, BackwardWeight, Overlap):
-            entrant.pipeline.register_custom_function(kind, run_marked)
-    dist.barrier()
-    return count_live_bytes(run_steps)
-
-
-def search_under_cap(
-    setting: Setting, measured: dict[Contender, Measured]
-) -> tuple[float, list[Capped]]:
-    """1F1B's peak, and schedules that are to keep to it: 1F1B, and those that are found.
-
-    The first search takes the peak as it is; the second leaves room for what is not predicted.
-    """
-    own = {who.schedule: found for who, found in measured.items() if who.library != TORCH}
-    cap = max(rank.peak for rank in own["1F1B"].ranks)
-    rows = []
-    for name in LAYOUTS.values():
-        costs = penstock.CostTable.from_json(own[name].costs)
-        schedule = contenders.make_schedule(name, setting.ranks, setting.microbatches)
-        assert schedule is not None
-        if name == "1F1B":
-            rows.append(Capped(name, 0.0, schedule, penstock.simulate(schedule, costs).makespan))
-        room = max(rank.peak - rank.predicted for rank in own[name].ranks)
-        for memory in (cap, cap - room):
-            try:
-                found = penstock.search(
-                    costs,
-                    setting.ranks,
-                    setting.microbatches,
-                    memory=memory,
-                    placements=[schedule.placement],
-                    seconds=SEARCH_S,
-                )
-            except penstock.errors.ScheduleError as exc:
-                print(f"{name}, memory {memory}: {exc}", file=sys.stderr)
-                continue
-            title = "found" if memory == cap else "found, with room"
-            rows.append(Capped(title, memory, found.schedule, found.report.makespan))
-    return cap, rows
-
-
-def run_capped(setting: Setting, rows: list[Capped]) -> tuple[Samples, list[list[int]]]:
-    """What every rank runs: the times of all schedules in turn, and then the peaks of each."""
-    x, target = make_batch(setting)
-    entrants = []
-    for number, row in enumerate(rows):
-        contender = Contender(PENSTOCK_GLOO, f"{number}")
-        entrant = enter(contender, setting, row.schedule)
-        assert entrant is not None
-        warm_up(entrant, x, target)
-        entrants.append(entrant)
-    samples = contenders.run_rounds(
-        entrants,
-        lambda entrant: contenders.time_step(entrant, x, target, lead_in=1),
-        title="capped",
-        warm_up=1,
-        rounds=ROUNDS,
-    )
-    peaks: list[Any] = [None] * setting.ranks
-    dist.all_gather_object(peaks, [count_steps(entrant, x, target).peak for entrant in entrants])
-    return samples, peaks
-
-
-def measure_capped(
-    setting: Setting, measured: dict[Contender, Measured], timeout_s: float
-) -> dict[str, Any]:
-    cap, rows = search_under_cap(setting, measured)
-    samples, peaks = run_ranks(run_capped, setting.ranks, setting, rows, timeout_s=timeout_s)
-    found = []
-    for number, row in enumerate(rows):
-        steps = contenders.step_times(samples[Contender(PENSTOCK_GLOO, f"{number}")])
-        found.append(
-            {
-                "name": row.name,
-                "stages_per_rank": row.schedule.num_stages // setting.ranks,
-                "memory": row.memory,
-                "peak": max(of_rank[number] for of_rank in peaks),
-                "simulated_s": row.simulated_s,
-                "step_s": contenders.quartiles(steps),
-                "schedule": row.schedule.to_csv(),
-            }
-        )
-    return {**asdict(setting), "cap": cap, "rows": found}
 
 
 def as_record(setting: Setting, measured: dict[Contender, Measured]) -> dict[str, Any]:
@@ -298,12 +142,20 @@ def as_record(setting: Setting, measured: dict[Contender, Measured]) -> dict[str
     return {**asdict(setting), "schedules": by_name}
 
 
+def save(record: dict[str, Any], path: Path | None) -> None:
+    """Write what is known so far, if a file was named."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default 2,4)")
     parser.add_argument("--width", type=int, default=256, help="of the blocks (default 256)")
     parser.add_argument("--microbatches", type=int, default=8, help="in a step (default 8)")
     parser.add_argument("--only", metavar="NAME", action="append", help="this schedule; repeatable")
+    parser.add_argument("--checkpointed", action="store_true", help="only with checkpointing")
     parser.add_argument("--quick", action="store_true", help="2 ranks, and no search")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each setting")
     parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
@@ -311,7 +163,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.names = [penstock.schedules.get(name).name for name in args.only or SCHEDULES]
     args.numbers = [2] if args.quick else [int(number) for number in args.ranks.split(",")]
-    args.searches = not args.quick and set(LAYOUTS.values()) <= set(args.names)
+    args.searches = not args.quick and set(LAYOUTS) <= set(args.names)
     return args
 
 
@@ -323,15 +175,17 @@ def main() -> None:
     record: dict[str, Any] = {**environment(), "settings": [], "capped": []}
     entered = contenders.list_contenders(args.names, (TORCH, PENSTOCK_GLOO))
     for ranks in args.numbers:
-        for is_checkpointed in (False, True):
+        for is_checkpointed in (True,) if args.checkpointed else (False, True):
             setting = Setting(ranks, args.width, args.microbatches, is_checkpointed)
             measured = run_ranks(run_setting, ranks, setting, entered, timeout_s=args.timeout)
             record["settings"].append(as_record(setting, measured))
+            save(record, args.save)
             if is_checkpointed and args.searches:
-                record["capped"].append(measure_capped(setting, measured, args.timeout))
-            if args.save:
-                args.save.parent.mkdir(parents=True, exist_ok=True)
-                args.save.write_text(json.dumps(record, indent=1) + "\n")
+                own = {who.schedule: x for who, x in measured.items() if who.library != TORCH}
+                cap = max(rank.peak for rank in own["1F1B"].ranks)
+                costs = {name: penstock.CostTable.from_json(own[name].costs) for name in LAYOUTS}
+                record["capped"].append(measure_capped(setting, cap, costs, args.timeout))
+                save(record, args.save)
     print_tables(record)
 
 

@@ -79,9 +79,9 @@ def cap_row(row: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return [
         row["name"],
         str(row["stages_per_rank"]),
-        megabytes(row["memory"]),
-        megabytes(row["peak"]),
-        ratio(row["peak"], found["cap"]),
+        ", ".join(map(megabytes, row["memory"])) or "-",
+        megabytes(max(row["peaks"])),
+        ratio(max(row["peaks"]), found["cap"]),
         f"{row['simulated_s'] * 1e3:.0f}",
         spread(row["step_s"]),
         ratio(row["step_s"][1], first[1]),
