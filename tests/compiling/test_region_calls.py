@@ -62,6 +62,19 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(3, WIDTH, requires_grad=True), torch.randn(3, WIDTH)
 
 
+def assert_split_like_whole(module: nn.Module) -> None:
+    for seed in range(5):
+        x, _ = data()
+        torch.manual_seed(seed)
+        grad = torch.randn(3, WIDTH)
+        for _ in range(2):  # The second time, the sum is added to a gradient that is there.
+            module(x).backward(grad)
+        expected = grads_of(module)
+        for _ in range(2):
+            split_once(module, x, grad)
+        assert all(map(torch.equal, expected, grads_of(module)))
+
+
 def test_call_that_returns_a_view_of_its_input_is_told_from_the_call_that_made_it() -> None:
     torch._dynamo.reset()
     module = Chain(compiled(Passing()), compiled(Passing()), compiled(Passing()))
@@ -75,16 +88,7 @@ def test_call_that_returns_a_view_of_its_input_is_told_from_the_call_that_made_i
 def test_uses_of_one_weight_are_added_in_the_order_of_autograd() -> None:
     torch._dynamo.reset()
     module = Chain(compiled(Passing()), times=5)
-    for seed in range(5):
-        x, _ = data()
-        torch.manual_seed(seed)
-        grad = torch.randn(3, WIDTH)
-        for _ in range(2):  # The second time, the sum is added to a gradient that is there.
-            module(x).backward(grad)
-        expected = grads_of(module)
-        for _ in range(2):
-            split_once(module, x, grad)
-        assert all(map(torch.equal, expected, grads_of(module)))
+    assert_split_like_whole(module)
 
 
 class Again(nn.Module):
@@ -104,16 +108,7 @@ def test_uses_of_a_weight_inside_and_outside_of_regions_are_added_in_the_order_o
     torch._dynamo.reset()
     inside = compiled(Passing())
     module = Chain(inside, Again(inside.layer))
-    for seed in range(5):
-        x, _ = data()
-        torch.manual_seed(seed)
-        grad = torch.randn(3, WIDTH)
-        for _ in range(2):  # The second time, the sum is added to a gradient that is there.
-            module(x).backward(grad)
-        expected = grads_of(module)
-        for _ in range(2):
-            split_once(module, x, grad)
-        assert all(map(torch.equal, expected, grads_of(module)))
+    assert_split_like_whole(module)
 
 
 def test_backward_after_one_that_failed_gives_all_gradients() -> None:
