@@ -49,6 +49,22 @@ class WholePassage:
         return self.backward(_zeros(self.outputs))
 
 
+class LatePassage(WholePassage):
+    """A microbatch of a stage whose inputs need no gradients: nobody waits for its backward.
+
+    So the whole of it is left to the weight backward, in plain autograd.
+    """
+
+    def backward(
+        self, grads: Any, loss: Tensor | None = None
+    ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
+        def run_all() -> None:
+            stage_backward(roots, grads, ())
+
+        roots, self.outputs = self.outputs if loss is None else loss, None
+        return (None,) * len(self.inputs), run_all
+
+
 class SplitPassage:
     """A microbatch between its forward and its input backward, run by the split engine.
 
@@ -99,7 +115,7 @@ class SplitPassage:
         return self.backward(_zeros(outputs))
 
 
-Passage: TypeAlias = WholePassage | SplitPassage
+Passage: TypeAlias = WholePassage | LatePassage | SplitPassage
 
 
 def do_nothing() -> None:

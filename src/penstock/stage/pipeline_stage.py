@@ -21,6 +21,7 @@ from penstock.stage.examples import Examples, as_examples, check_like
 from penstock.stage.meshes import GetMesh, Meshes, fits, meshes_of
 from penstock.stage.outputs import as_arguments, shares_of
 from penstock.stage.passage import (
+    LatePassage,
     Passage,
     SplitPassage,
     WeightBackward,
@@ -277,6 +278,10 @@ class PipelineStage(Sealed):
                 outputs = self.submod(*args, **kwargs)
                 builder = None if self.dw_builder is None else self._built_weight_backward
                 return WholePassage(outputs, tensors_in((args, kwargs)), builder)
+            if not sharding:  # Otherwise the engine knows when its parameters are gathered.
+                inputs = tensors_in((args, kwargs))
+                if not any(map(needs_grad, inputs)):
+                    return LatePassage(self.submod(*args, **kwargs), inputs)
             is_new = self._engine is None
             if self._engine is None:
                 self._engine = SplitEngine(self.submod, sharding or None)
