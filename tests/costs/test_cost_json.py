@@ -22,6 +22,7 @@ def table(**changes: Any) -> CostTable:
         "backward_weight": [1e-300, 1e300, 0],
         "backward": [7.5, 8.5, 9.5],
         "after_forward": [2**53 + 1, 1, 2],
+        "during_weight": [3, 0, 2**53 + 1],
         "delay": [1e-5, 2e-5],
         "bandwidth": [math.inf, 1e9],
         "overlap_saving": 0.25,

@@ -11,6 +11,7 @@ import pytest
 
 from penstock import CostTable
 from penstock.costs import EdgeCost, StageCost
+from penstock.costs.cost_table import DURING, HELD
 from penstock.errors import CostError
 
 STAGE_FIELDS = [
@@ -20,6 +21,7 @@ STAGE_FIELDS = [
     "backward",
     "after_forward",
     "after_input",
+    *DURING,
 ]
 EDGE_FIELDS = ["delay", "message_bytes", "bandwidth"]
 
@@ -38,13 +40,14 @@ def test_full_backward_costs_as_much_as_its_halves_if_it_is_not_given() -> None:
 def test_memory_is_one_and_messages_take_no_time_if_nothing_is_given() -> None:
     costs = table()
     assert (1.0,) * 3 == costs.after_forward == costs.after_input
+    assert {(0.0,) * 3} == {getattr(costs, name) for name in DURING}
     assert (0.0,) * 2 == costs.delay == costs.message_bytes == costs.transfer
     assert (math.inf,) * 2 == costs.bandwidth
     assert 0.0 == costs.overlap_saving
     assert 3 == costs.num_stages
 
 
-@pytest.mark.parametrize("name", ["after_forward", "after_input", *EDGE_FIELDS])
+@pytest.mark.parametrize("name", [*HELD, *EDGE_FIELDS])
 def test_one_number_stands_for_every_stage_or_edge(name: str) -> None:
     count = 2 if name in EDGE_FIELDS else 3
     assert (2.5,) * count == getattr(table(**{name: 2.5}), name)
@@ -78,6 +81,7 @@ def test_uniform_costs_are_those_of_a_whole_rank_divided_by_its_stages() -> None
         backward=20,
         after_forward=24,
         after_input=4,
+        **{name: 8 for name in DURING},
         delay=3,
         message_bytes=5,
         bandwidth=10,
@@ -90,6 +94,7 @@ def test_uniform_costs_are_those_of_a_whole_rank_divided_by_its_stages() -> None
         backward=[5] * 4,
         after_forward=6,
         after_input=1,
+        **{name: 2 for name in DURING},
         # A message is as long as it was: it carries what one stage hands to the next.
         delay=[3] * 3,
         message_bytes=[5] * 3,

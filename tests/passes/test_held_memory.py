@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from penstock.errors import CostError, ScheduleError
 from penstock.ir import Schedule
 from penstock.passes import add_comms, verify
 from penstock.schedules import get
+from penstock.sim import simulate
 
 # Rank 0 holds two microbatches at most, rank 1 one.
 TEXT = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -108,6 +110,38 @@ def test_error_shows_the_excerpt_between_what_is_wrong_and_what_to_do() -> None:
 )
 def test_peak_counts_what_microbatches_hold(text: str, peak: float) -> None:
     assert peak == peak_of(text, costs_of(1))
+
+
+@pytest.mark.parametrize(
+    ("text", "peak"),
+    [
+        ("0F0,0B0\n", 3.0),
+        ("0F0,0F1,0B0,0B1\n", 4.0),
+        ("0F0,0I0,0W0\n", 5.25),
+        ("0F0,0I0,0F1,0W0,0B1\n", 6.25),
+        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n", 4.0),
+        ("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n", 6.25),
+        ("0F0,0F1,0F2\n", 1.5),
+    ],
+    ids=[
+        "a full backward on top of its activation",
+        "two activations",
+        "a weight backward on top of what it holds",
+        "a weight backward beside a forward",
+        "the backward of an overlap beside its forward",
+        "a weight backward beside the forward of an overlap",
+        "forwards in inference, which leave nothing",
+    ],
+)
+def test_peak_counts_what_an_action_needs_while_it_runs(text: str, peak: float) -> None:
+    during = {
+        "during_forward": [1.5],  # More than it leaves.
+        "during_input": [1.0],
+        "during_weight": [5.0],
+        "during_backward": [2.0],
+    }
+    schedule, costs = Schedule.from_csv(text), replace(costs_of(1), **during)
+    assert peak == peak_of(text, costs) == simulate(schedule, costs).peak_memory
 
 
 def test_peak_counts_each_stage_by_its_own_size() -> None:

@@ -119,7 +119,7 @@ def test_full_backwards_are_kept_where_the_halves_are_no_gain() -> None:
 
 def test_memory_in_which_one_microbatch_does_not_fit_is_rejected() -> None:
     safe = safe_schedule(Placement([0, 1, 1]), 4)
-    message = "Nothing fits: rank 1 may hold 1.5, but one microbatch on its stages [1, 2] holds 2"
+    message = "Nothing fits: rank 1 may hold 1.5, but one microbatch on its stages [1, 2] needs 2"
     with pytest.raises(ScheduleError, match=re.escape(message)):
         choose_next(CostTable.uniform(3), safe, [4.0, 1.5], seconds=5)
 

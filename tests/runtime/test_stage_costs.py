@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from local_steps import mean_square, mlp, mlp_batch
@@ -133,6 +134,84 @@ def test_stage_compiled_by_torch_holds_its_weight_gradients_after_the_input_back
     costs, _ = measure(modules, Placement.linear(2))
     assert sum(param.numel() * 8 for param in modules[1].parameters()) == costs.after_input[1]
     assert costs.after_forward[1] > ROW_BYTES
+
+
+class _Spike(torch.autograd.Function):
+    """An identity that needs memory of its own, only while it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, int]) -> Tensor:
+        ctx.size = sizes[1]
+        torch.zeros(sizes[0], dtype=torch.uint8)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        torch.zeros(ctx.size, dtype=torch.uint8)
+        return grad.clone(), None
+
+
+class Spiky(nn.Module):
+    """Layers with an identity between them that needs 10 kB forward and 20 kB backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6).double() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](x)
+        z: Tensor = self.layers[1](_Spike.apply(y, (10_000, 20_000)))
+        return z
+
+
+def test_memory_that_actions_need_while_they_run_is_measured() -> None:
+    costs = measure([Spiky(), Spiky()], Placement.linear(2))[0]
+    weight = 6 * 6 * 8
+    for stage in range(2):
+        held = costs.after_forward[stage]
+        assert held < 1000
+        assert 10_000 < costs.during_forward[stage] < 10_000 + held
+        assert 20_000 <= costs.during_backward[stage] < 21_000
+    # The first stage has no input gradient to compute: its whole backward is in W.
+    assert costs.during_input[0] < 1000
+    assert costs.during_weight[0] == pytest.approx(costs.during_backward[0], abs=ROW_BYTES)
+    assert weight <= costs.during_weight[1] < 1000 < 20_000 < costs.during_input[1]
+
+
+def test_memory_of_a_recomputed_block_counts_in_the_backward() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(*(nn.Linear(6, 6).double() for _ in range(8)))
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    costs = measure([Checkpointed(), Checkpointed()], Placement.linear(2))[0]
+    recomputed = 7 * ROW_BYTES
+    for stage in range(2):
+        assert costs.after_forward[stage] < recomputed <= costs.during_backward[stage]
+    assert costs.during_weight[0] == pytest.approx(costs.during_backward[0], abs=ROW_BYTES)
+    assert recomputed <= costs.during_input[1] <= costs.after_input[1] + 4 * ROW_BYTES
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_gradients_of_weights_do_not_count(num_microbatches: int) -> None:
+    """They are made by the first backward, and stay; only one product of them is made at a time."""
+    width, depth = 130, 20
+    modules = [nn.Sequential(*(nn.Linear(width, width).double() for _ in range(depth)))]
+    x = torch.randn(4, width, dtype=torch.float64, requires_grad=True)
+
+    def main(group: LocalGroup) -> CostTable:
+        stages = make_stages(group, modules, [0])
+        return penstock.measure_costs(
+            stages, num_microbatches, mean_square, x, target=torch.zeros_like(x), repeats=1
+        )
+
+    costs = local_ranks(1, main)[0]
+    product, rows = 8 * width * width, 8 * width * 4
+    for during in (costs.during_input, costs.during_weight, costs.during_backward):
+        assert during[0] < 2 * product + depth * rows
 
 
 def test_values_that_skip_stages_and_dynamic_shapes_are_measured() -> None:

@@ -1,5 +1,6 @@
 """Problems that the tests of the solver share."""
 
+from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -14,11 +15,13 @@ def random_problem(
     num_microbatches: tuple[int, int] = (2, 6),
     fuses: bool = False,
     leaves_more: bool = False,
+    works: bool = False,
 ) -> Problem:
     """Uneven stages in whole numbers, messages up to half a forward, and most often a cap.
 
     The cap is between the smallest that fits and one that never matters. If `fuses`, full
-    backwards are quicker than their halves; if `leaves_more`, some I leave more than F did.
+    backwards are quicker than their halves; if `leaves_more`, some I leave more than F did; if
+    `works`, actions need memory while they run.
     """
     random = Random(seed)
     p, m = random.randint(*num_ranks), random.randint(*num_microbatches)
@@ -47,6 +50,9 @@ def random_problem(
         delay=[random.randint(0, 6) for _ in stages[1:]],
     )
     clock = random.choice(["makespan", "span"])
+    if works:
+        names = ("during_forward", "during_input", "during_weight", "during_backward")
+        costs = replace(costs, **{name: each(0, 16) for name in names})
     least = max(Problem.of(costs, placement, m).smallest_caps)
     cap = inf if random.random() < 0.2 else least * random.uniform(1, m)
     return Problem.of(costs, placement, m, memory=cap, clock=clock)

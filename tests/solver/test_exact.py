@@ -97,11 +97,14 @@ def least(
     )
 
 
-def random_costs(random: Random, num_stages: int, *, delay: int = 4) -> CostTable:
+def random_costs(
+    random: Random, num_stages: int, *, delay: int = 4, works: bool = False
+) -> CostTable:
     def some(first: int, last: int, count: int = num_stages) -> list[float]:
         return [random.randint(first, last) for _ in range(count)]
 
     after_forward = some(2, 8)
+    names = ("during_forward", "during_input", "during_weight", "during_backward")
     return CostTable(
         forward=some(1, 9),
         backward_input=some(1, 9),
@@ -110,24 +113,22 @@ def random_costs(random: Random, num_stages: int, *, delay: int = 4) -> CostTabl
         after_forward=after_forward,
         after_input=[random.randint(1, int(most) + 1) for most in after_forward],
         delay=some(0, delay, num_stages - 1),
+        **{name: some(0, 9) for name in names if works},
     )
 
 
 def random_caps(random: Random, costs: CostTable, placement: Placement, m: int) -> list[float]:
-    caps = []
-    for rank in range(placement.num_ranks):
-        least_held = sum(costs.after_forward[stage] for stage in placement.stages_of(rank))
-        caps.append(random.randint(int(least_held), m * int(least_held)))
-    return caps
+    leasts = map(int, Problem.of(costs, placement, m).smallest_caps)
+    return [random.randint(least_held, m * least_held) for least_held in leasts]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_two_ranks_are_as_fast_as_the_best_of_all_orders(
     seed: int, two_by_two: list[Schedule]
 ) -> None:
     random = Random(seed)
     placement = Placement.linear(2)
-    costs = random_costs(random, 2)
+    costs = random_costs(random, 2, works=seed > 5)
     caps = random_caps(random, costs, placement, 2) if seed % 3 else [math.inf] * 2
     clock = "span" if seed % 2 else "makespan"
     expected = least(two_by_two, costs, caps, clock)
@@ -141,9 +142,9 @@ def test_two_ranks_are_as_fast_as_the_best_of_all_orders(
 def test_few_actions_are_as_fast_as_the_best_of_all_orders(ranks: list[int]) -> None:
     placement, m = Placement(ranks), 2 if len(ranks) == 1 else 1
     found = all_schedules(placement, m)
-    for seed in range(3):
+    for seed in range(6):
         random = Random(seed)
-        costs = random_costs(random, len(ranks), delay=12)
+        costs = random_costs(random, len(ranks), delay=12, works=seed > 2)
         caps = random_caps(random, costs, placement, 2)
         result = solve(costs, placement, m, memory=caps)
         assert least(found, costs, caps) == result.report.makespan == result.lower_bound, seed
@@ -384,8 +385,8 @@ BAD = [
     (
         {"memory": [1, 0.5]},
         ScheduleError,
-        "Nothing fits: rank 1 may hold 0.5, but one microbatch on its stages [1] holds 1 when its "
-        "backward begins. The smallest memory that fits is 1 on each rank",
+        "Nothing fits: rank 1 may hold 0.5, but one microbatch on its stages [1] needs 1. "
+        "The smallest memory that fits is 1 on each rank",
     ),
     ({"hint": "0F0"}, ScheduleError, "hint is '0F0'. Expected a Schedule."),
     ({"hint": GPIPE}, ScheduleError, "hint has 3 microbatches and Placement(ranks=(0, 1))."),

@@ -80,8 +80,8 @@ def test_nothing_fits_names_the_rank_and_the_smallest_memory() -> None:
     problem = Problem.of(COSTS, Placement.v(2), 3, memory=[7, 4.5])
     assert 1 == problem.find_shortage()
     expected = (
-        "Nothing fits: rank 1 may hold 4.5, but one microbatch on its stages [1, 2] holds 5 when "
-        "its backward begins. The smallest memory that fits is 6 on each rank: allow that"
+        "Nothing fits: rank 1 may hold 4.5, but one microbatch on its stages [1, 2] needs 5. The "
+        "smallest memory that fits is 6 on each rank: allow that"
     )
     assert str(nothing_fits([problem])).startswith(expected)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from penstock.costs.json_format import Format
 from penstock.errors import CostError
@@ -19,8 +19,11 @@ _FORMAT = Format(
     error=CostError,
     remedy="measure the costs again",
 )
-# The costs of sharded parameters. Files without them are as valid: older ones do not have them.
-_SHARDING = ("gather", "reduce", "gathered")
+DURING: Final = ("during_forward", "during_input", "during_weight", "during_backward")
+HELD: Final = ("after_forward", "after_input", *DURING)
+"""The fields of memory that depends on the size of microbatches."""
+# Costs that many stages do not have. Files without them are as valid: older ones have none of them.
+_OPTIONAL = (*DURING, "gather", "reduce", "gathered")
 
 
 class StageCost(NamedTuple):
@@ -32,6 +35,10 @@ class StageCost(NamedTuple):
     backward: float
     after_forward: float
     after_input: float
+    during_forward: float = 0.0
+    during_input: float = 0.0
+    during_weight: float = 0.0
+    during_backward: float = 0.0
     gather: float = 0.0
     reduce: float = 0.0
     gathered: float = 0.0
@@ -66,6 +73,14 @@ class CostTable:
     """Memory that a microbatch holds from the start of its forward to the end of its I or B."""
     after_input: tuple[float, ...]
     """Memory that a microbatch holds from the end of its I to the end of its W."""
+    during_forward: tuple[float, ...]
+    """The most memory that F needs at any moment beyond what its rank held before it."""
+    during_input: tuple[float, ...]
+    """The same for I."""
+    during_weight: tuple[float, ...]
+    """The same for W."""
+    during_backward: tuple[float, ...]
+    """The same for B."""
     delay: tuple[float, ...]
     message_bytes: tuple[float, ...]
     bandwidth: tuple[float, ...]
@@ -87,6 +102,10 @@ class CostTable:
         backward: Iterable[float] | None = None,
         after_forward: Iterable[float] | float = 1.0,
         after_input: Iterable[float] | float = 1.0,
+        during_forward: Iterable[float] | float = 0.0,
+        during_input: Iterable[float] | float = 0.0,
+        during_weight: Iterable[float] | float = 0.0,
+        during_backward: Iterable[float] | float = 0.0,
         delay: Iterable[float] | float = 0.0,
         message_bytes: Iterable[float] | float = 0.0,
         bandwidth: Iterable[float] | float = math.inf,
@@ -114,6 +133,10 @@ class CostTable:
             "backward": full,
             "after_forward": _spread("after_forward", after_forward, num_stages),
             "after_input": _spread("after_input", after_input, num_stages),
+            "during_forward": _spread("during_forward", during_forward, num_stages),
+            "during_input": _spread("during_input", during_input, num_stages),
+            "during_weight": _spread("during_weight", during_weight, num_stages),
+            "during_backward": _spread("during_backward", during_backward, num_stages),
             "delay": _spread("delay", delay, num_edges),
             "message_bytes": _spread("message_bytes", message_bytes, num_edges),
             "bandwidth": _spread("bandwidth", bandwidth, num_edges),
@@ -130,18 +153,11 @@ class CostTable:
     def of(cls, stages: Iterable[StageCost], edges: Iterable[EdgeCost]) -> "CostTable":
         """Return the table of the given stages and of the edges between them."""
         by_stage, by_edge = list(stages), list(edges)
+        of_stages: Any = {name: [getattr(x, name) for x in by_stage] for name in StageCost._fields}
         return cls(
-            forward=[cost.forward for cost in by_stage],
-            backward_input=[cost.backward_input for cost in by_stage],
-            backward_weight=[cost.backward_weight for cost in by_stage],
-            backward=[cost.backward for cost in by_stage],
-            after_forward=[cost.after_forward for cost in by_stage],
-            after_input=[cost.after_input for cost in by_stage],
+            **of_stages,
             delay=[cost.delay for cost in by_edge],
             message_bytes=[cost.message_bytes for cost in by_edge],
-            gather=[cost.gather for cost in by_stage],
-            reduce=[cost.reduce for cost in by_stage],
-            gathered=[cost.gathered for cost in by_stage],
         )
 
     @classmethod
@@ -156,6 +172,10 @@ class CostTable:
         backward: float | None = None,
         after_forward: float = 1.0,
         after_input: float = 1.0,
+        during_forward: float = 0.0,
+        during_input: float = 0.0,
+        during_weight: float = 0.0,
+        during_backward: float = 0.0,
         delay: float = 0.0,
         message_bytes: float = 0.0,
         bandwidth: float = math.inf,
@@ -179,6 +199,10 @@ class CostTable:
             backward=None if backward is None else [backward * share] * num_stages,
             after_forward=after_forward * share,
             after_input=after_input * share,
+            during_forward=during_forward * share,
+            during_input=during_input * share,
+            during_weight=during_weight * share,
+            during_backward=during_backward * share,
             delay=delay,
             message_bytes=message_bytes,
             bandwidth=bandwidth,
@@ -202,12 +226,12 @@ class CostTable:
     def to_json(self) -> str:
         """Return the table as JSON text, one line per field; `from_json` gives an equal one.
 
-        Costs of sharded parameters are left out if they are all zero.
+        Memory during actions and costs of sharded parameters are left out if they are all zero.
         """
         values: dict[str, Any] = _FORMAT.header
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in _SHARDING and not any(value):
+            if field.name in _OPTIONAL and not any(value):
                 continue
             values[field.name] = (
                 list(map(_as_json, value)) if isinstance(value, tuple) else _as_json(value)
@@ -226,7 +250,7 @@ class CostTable:
         values = _FORMAT.parse(text)
         names = {field.name for field in fields(cls)}
         for problem, found in (
-            ("has no", names - values.keys() - {*_SHARDING}),
+            ("has no", names - values.keys() - {*_OPTIONAL}),
             ("has", values.keys() - names - {"format", "version"}),
         ):
             if found:

@@ -16,5 +16,21 @@ class Footprint(Protocol):
         """The memory of a microbatch from the end of its I to the end of its W."""
 
     @property
+    def during_forward(self) -> Sequence[float]:
+        """The most memory that F needs at any moment beyond what its rank held before it."""
+
+    @property
+    def during_input(self) -> Sequence[float]:
+        """The same for I."""
+
+    @property
+    def during_weight(self) -> Sequence[float]:
+        """The same for W."""
+
+    @property
+    def during_backward(self) -> Sequence[float]:
+        """The same for B."""
+
+    @property
     def gathered(self) -> Sequence[float]:
         """The memory of parameters from the start of their gather until they are freed."""

@@ -7,9 +7,10 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import ceil
 from statistics import fmean
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from penstock.costs import CostTable
+from penstock.costs.cost_table import HELD
 from penstock.costs.units import MemoryUnit, TimeUnit
 from penstock.ir import Placement, Schedule
 
@@ -34,6 +35,10 @@ class ShareCosts:
     """The time of full backwards; if not given, the sum of their halves."""
     after_forward: tuple[float, ...] = (1.0,)
     after_input: tuple[float, ...] = (1.0,)
+    during_forward: tuple[float, ...] = (0.0,)
+    during_input: tuple[float, ...] = (0.0,)
+    during_weight: tuple[float, ...] = (0.0,)
+    during_backward: tuple[float, ...] = (0.0,)
     delay: float = 0.0
     gather: tuple[float, ...] = (0.0,)
     reduce: tuple[float, ...] = (0.0,)
@@ -50,8 +55,7 @@ class ShareCosts:
             backward_input=_along(self.backward_input, placement),
             backward_weight=_along(self.backward_weight, placement),
             backward=None if self.backward is None else _along(self.backward, placement),
-            after_forward=_along(self.after_forward, placement),
-            after_input=_along(self.after_input, placement),
+            **{name: _along(getattr(self, name), placement) for name in HELD},
             delay=self.delay,
             gather=_along(self.gather, placement),
             reduce=_along(self.reduce, placement),
@@ -95,13 +99,13 @@ class TableCosts:
         def along(values: Sequence[float]) -> tuple[float, ...]:
             return tuple(value * per_rank for value in values)
 
+        held: Any = {name: along(getattr(costs, name)) for name in HELD}
         return ShareCosts(
             forward=along(costs.forward),
             backward_input=along(costs.backward_input),
             backward_weight=along(costs.backward_weight),
             backward=along(costs.backward),
-            after_forward=along(costs.after_forward),
-            after_input=along(costs.after_input),
+            **held,
             delay=self._mean_delay(),
             gather=along(costs.gather),
             reduce=along(costs.reduce),

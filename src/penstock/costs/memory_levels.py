@@ -67,7 +67,7 @@ def mix_levels(tables: Mapping[Level, CostTable], levels: Sequence[Level]) -> Co
     edges = list(enumerate(pairwise(chosen)))
     of_stages = {
         name: [getattr(table, name)[stage] for stage, table in enumerate(chosen)]
-        for name in StageCost.__annotations__
+        for name in StageCost._fields
     }
     return CostTable(
         **of_stages,

@@ -1,12 +1,14 @@
 """Split full backwards in two, and put the halves together again."""
 
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 
 from penstock.ir import (
     Action,
     Backward,
     BackwardInput,
     BackwardWeight,
+    MicrobatchId,
     Overlap,
     Schedule,
     Send,
@@ -15,9 +17,14 @@ from penstock.ir import (
 from penstock.ir.action import compute_parts
 
 
-def split_backward(schedule: Schedule) -> Schedule:
-    """Replace every B with I and W; W comes after the sends that follow, so they do not wait."""
-    return _rewrite(schedule, _split)
+def split_backward(
+    schedule: Schedule, *, only: Callable[[MicrobatchId], bool] = lambda mb: True
+) -> Schedule:
+    """Replace every B with I and W; W comes after the sends that follow, so they do not wait.
+
+    `only` says which microbatches are split; all by default.
+    """
+    return _rewrite(schedule, partial(_split, only))
 
 
 def fuse_backward(schedule: Schedule) -> Schedule:
@@ -62,17 +69,17 @@ def _rewrite(
     return schedule.with_orders(map(rewrite, schedule.orders))
 
 
-def _split(order: tuple[Action, ...]) -> Iterator[Action]:
+def _split(only: Callable[[MicrobatchId], bool], order: tuple[Action, ...]) -> Iterator[Action]:
     held_back: list[Action] = []
     for action in order:
         if not isinstance(action, Send):
             yield from held_back
             held_back = []
         match action:
-            case Backward(stage=stage, mb=mb):
+            case Backward(stage=stage, mb=mb) if only(mb):
                 yield BackwardInput(stage, mb)
                 held_back = [BackwardWeight(stage, mb)]
-            case Overlap(forward=forward, backward=Backward(stage=stage, mb=mb)):
+            case Overlap(forward=forward, backward=Backward(stage=stage, mb=mb)) if only(mb):
                 yield Overlap(forward, BackwardInput(stage, mb))
                 held_back = [BackwardWeight(stage, mb)]
             case _:

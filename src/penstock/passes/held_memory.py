@@ -2,14 +2,24 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from math import isnan
 from numbers import Real
 from typing import Final, NamedTuple
 
 from penstock.costs.footprint import Footprint
 from penstock.errors import CostError
-from penstock.ir import Backward, BackwardInput, Forward, Reshard, Schedule, Unshard
-from penstock.ir.action import compute_parts
+from penstock.ir import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Reshard,
+    Schedule,
+    StageId,
+    Unshard,
+)
+from penstock.ir.action import SingleCompute, compute_parts
 
 ROUNDING: Final = 1 + 1e-9  # Sums of the same numbers in another order may differ by this much.
 
@@ -19,6 +29,10 @@ class EvenFootprint(NamedTuple):
 
     after_forward: tuple[float, ...]
     after_input: tuple[float, ...]
+    during_forward: tuple[float, ...]
+    during_input: tuple[float, ...]
+    during_weight: tuple[float, ...]
+    during_backward: tuple[float, ...]
     gathered: tuple[float, ...]
 
 
@@ -27,11 +41,12 @@ def whole_shares(schedule: Schedule) -> EvenFootprint:
     ranks = schedule.placement.ranks
     num_held = Counter(ranks)
     share = tuple(1 / num_held[rank] for rank in ranks)
-    return EvenFootprint(share, share, (0.0,) * len(ranks))
+    none = (0.0,) * len(ranks)
+    return EvenFootprint(share, share, none, none, none, none, none)
 
 
 class Held(NamedTuple):
-    """The memory held while an action runs, and after it has ended."""
+    """The most memory held while an action runs, and what is held after it has ended."""
 
     during: float
     after: float
@@ -63,47 +78,65 @@ def cap_of_each_rank(
 
 
 class Change(NamedTuple):
-    """The memory that an action allocates when it starts, and frees when it ends."""
+    """What an action does to the memory of its rank."""
 
-    allocated: float
-    freed: float
+    rise: float
+    """The most that it needs at any moment beyond what was held before it."""
+    net: float
+    """What it leaves held, less what was held before it."""
+
+
+def stage_changes(footprint: Footprint, stage: StageId) -> dict[type[SingleCompute], Change]:
+    """Return what each kind of action of a stage does to memory."""
+    kept, left = footprint.after_forward[stage], footprint.after_input[stage]
+    return {
+        Forward: Change(max(kept, footprint.during_forward[stage]), kept),
+        BackwardInput: Change(footprint.during_input[stage], left - kept),
+        BackwardWeight: Change(footprint.during_weight[stage], -left),
+        Backward: Change(footprint.during_backward[stage], -kept),
+    }
 
 
 def held_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterator[Held]:
     """Yield the memory that `rank` holds at each position of its order."""
     held = 0.0
     for change in changes_along(schedule, rank, footprint):
-        during = held + change.allocated
-        held = round_off(during - change.freed, during)
+        during = held + change.rise
+        held = round_off(held + change.net, during)
         yield Held(during, held)
 
 
 def changes_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterator[Change]:
     """Yield what each action of `rank` changes.
 
-    A forward allocates when it starts; a backward frees when it ends. If the order has no backward,
-    as in inference, a forward frees what it allocated. A gather allocates until its free.
+    What a backward frees is held until its end. If the order has no backward, as in inference, a
+    forward frees what it allocated. A gather allocates until its free.
     """
     order = schedule.orders[rank]
     keeps = any(not isinstance(part, Forward) for action in order for part in compute_parts(action))
-    after_forward, after_input = footprint.after_forward, footprint.after_input
+    changes_of = cache(lambda stage: stage_changes(footprint, stage))
+
+    def change_of(part: SingleCompute) -> Change:
+        change: Change = changes_of(part.stage)[type(part)]
+        return change if keeps else change._replace(net=0.0)
+
     for action in order:
-        allocated = freed = 0.0
         if isinstance(action, Unshard):
-            allocated = footprint.gathered[action.stage]
+            yield Change(footprint.gathered[action.stage], footprint.gathered[action.stage])
         elif isinstance(action, Reshard):
-            freed = footprint.gathered[action.stage]
-        for part in compute_parts(action):
-            if isinstance(part, Forward):
-                allocated += after_forward[part.stage]
-                freed += 0.0 if keeps else after_forward[part.stage]
-            elif isinstance(part, Backward):
-                freed += after_forward[part.stage]
-            elif isinstance(part, BackwardInput):
-                freed += after_forward[part.stage] - after_input[part.stage]
-            else:
-                freed += after_input[part.stage]
-        yield Change(allocated, freed)
+            yield Change(0.0, -footprint.gathered[action.stage])
+        else:
+            yield _one_after_another(map(change_of, compute_parts(action)))
+
+
+def _one_after_another(changes: Iterable[Change]) -> Change:
+    """Return the change of the parts of an action; what they free is held until its end."""
+    rise = allocated = net = 0.0
+    for change in changes:
+        rise = max(rise, allocated + change.rise)
+        allocated += max(0.0, change.net)
+        net += change.net
+    return Change(rise, net)
 
 
 def round_off(held: float, before: float) -> float:

@@ -22,6 +22,7 @@ from penstock.planning.stage_sources import (
     choose_stages,
     least_memory,
 )
+from penstock.solver import Problem
 
 _FEWEST_MIXES, _MOST_MIXES = 16, 256
 _ACTIONS = 50_000  # The actions in all mixes; bounds for them take about a second.
@@ -56,9 +57,8 @@ class LevelSource(AbstractSource):
     def choices(self, num_microbatches: int, placement: Placement) -> list[Choice] | Refusal:
         tables = {level: source.costs(num_microbatches) for level, source in self._sources.items()}
         stages = range(placement.num_stages)
-        lightest = tuple(
-            min(tables, key=lambda level: tables[level].after_forward[stage]) for stage in stages
-        )
+        needed = {level: _least_by_stage(table) for level, table in tables.items()}
+        lightest = tuple(min(tables, key=lambda level: needed[level][s]) for s in stages)
         least = least_memory(mix_levels(tables, lightest), placement)
         if least > self._request.memory * ROUNDING:
             return Refusal.for_memory(least, ())
@@ -73,6 +73,11 @@ class LevelSource(AbstractSource):
                     choose_stages(self._request, num_microbatches, placement, costs, levels)
                 )
         return found
+
+
+def _least_by_stage(costs: CostTable) -> tuple[float, ...]:
+    """Return the memory with which one microbatch at a time fits on each stage alone."""
+    return Problem.of(costs, Placement.linear(costs.num_stages), 1).smallest_caps
 
 
 def _mixes(levels: Sequence[Level], num_stages: int, most: int) -> Iterator[tuple[Level, ...]]:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from math import inf
 
 from penstock.costs import CostTable, Level
+from penstock.costs.cost_table import HELD
 from penstock.errors import ScheduleError
 from penstock.ir import Placement
 from penstock.partition import Partition
 from penstock.passes.held_memory import ROUNDING
+from penstock.solver import Problem
 from penstock.solver.placement_choices import default_placements
 
 
@@ -124,8 +126,7 @@ class TableSource(AbstractSource):
             backward_input=self._scale(table.backward_input, factor),
             backward_weight=self._scale(table.backward_weight, factor),
             backward=self._scale(table.backward, factor),
-            after_forward=[held * factor for held in table.after_forward],
-            after_input=[held * factor for held in table.after_input],
+            **{name: [held * factor for held in getattr(table, name)] for name in HELD},
             delay=[max(delay, request.delay) for delay in table.delay],
             message_bytes=[size * factor for size in table.message_bytes],
             bandwidth=table.bandwidth,
@@ -157,7 +158,7 @@ def choose_stages(
 
 def least_memory(costs: CostTable, placement: Placement) -> float:
     """Return the memory per rank with which one microbatch at a time fits."""
-    return max(sum_by_rank(costs.after_forward, placement))
+    return max(Problem.of(costs, placement, 1).smallest_caps)
 
 
 def placements(num_ranks: int, stages_per_rank: Sequence[int]) -> list[Placement]:

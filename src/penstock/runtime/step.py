@@ -357,10 +357,12 @@ class Step:
         pending = self._pending.pop((stage.stage_index, mb))
         if task.completes_grads:
             stage.expect_last_grads()
+        self.observer.memory.arrived((), ())
         self._add_grads(task, stage, pending)
 
     def _add_grads(self, task: Task, stage: PipelineStage, pending: WeightBackward) -> None:
-        pending()
+        with self.observer.memory.watching(stage, ()):
+            pending()
         stage.accumulate_grads()
         if task.completes_grads and not stage.is_sharded:  # Otherwise they are not reduced yet.
             self._complete(stage)

@@ -38,9 +38,10 @@ class _Amount:
 
     Replace each full backward by such halves, and each overlap by such an F and then the backward.
     Nothing ends later than before, so no message arrives later. The arguments about memory below
-    use only what is held when an F starts. No F starts between the halves, and the F of an overlap
-    is counted before its backward frees anything, so these amounts stay the same. So a bound for
-    schedules without full backwards and overlaps is a bound for all schedules.
+    use only what is held when an F or a backward starts, and what an I or B needs at least. No F
+    starts between the halves, and the F of an overlap is counted before its backward frees
+    anything, so these amounts stay the same. So a bound for schedules without full backwards and
+    overlaps is a bound for all schedules.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -72,13 +73,14 @@ class _Amount:
         left. Each microbatch that has begun F on `stage` since then holds the part up to `stage`.
         F of microbatch j + most_ahead is one too many, so it cannot come between F and I of
         microbatch j on `other`. It cannot come before that F either, because that F would then be
-        one too many. So it comes after that I.
+        one too many. So it comes after that I. Too many are those that leave no room for the I,
+        which runs while they are held.
         """
         cap = self.problem.caps[self.ranks[stage]]
         kept = self.kept_up_to(stage)
         if cap == inf or kept == 0:
             return self.num_microbatches
-        room = cap * ROUNDING - (self.kept_up_to(other) - kept)
+        room = cap * ROUNDING - (self.kept_up_to(other) - kept) - self._rise_of_input(other)
         # `kept` may be so small that the quotient is infinite.
         return floor(min(self.num_microbatches, max(1.0, room / kept)))
 
@@ -92,15 +94,21 @@ class _Amount:
         if cap == inf:
             return 0.0
         kept, left = self.kept_up_to(stage), self.problem.costs.after_input[stage]
+        forward = self.problem.changes[4 * stage + FORWARD]
+        extra = forward.rise - forward.net  # What the F itself needs while it runs.
         least = inf
         for inputs in range(max(0, mb + 1 - self.most_ahead(stage, stage)), mb + 1):
-            room = cap - (mb + 1 - inputs) * kept
+            room = cap - extra - (mb + 1 - inputs) * kept
             needed = inputs - room / left - 1e-9 if left > 0 else 0.0
             weights = ceil(min(self.num_microbatches, max(0.0, needed)))
             least = min(least, inputs * self.input[stage] + weights * self.weight[stage])
             if weights == 0:
                 break  # More would only take longer.
         return least
+
+    def _rise_of_input(self, stage: int) -> float:
+        """Return what an I or B of `stage` needs at least while it runs."""
+        return min(self.problem.changes[4 * stage + kind].rise for kind in (INPUT, FULL))
 
     def kept_up_to(self, stage: int) -> float:
         """Return what F on `stage` and earlier stages of its rank leave of a microbatch."""

@@ -30,6 +30,8 @@ def grid(problem: Problem) -> Iterator[Policy]:
     for ahead in _depths(problem):
         for keeps_room in (False, True) if has_choice and min(problem.caps) < inf else (False,):
             for kinds in _KINDS if can_fuse else _KINDS[:2]:
+                if problem.better_split and WEIGHT not in kinds:
+                    kinds = (*kinds, WEIGHT)  # Where a full backward does not fit.
                 # With full backwards, there are no weight backwards to be patient about.
                 for patience in _PATIENCE if WEIGHT in kinds else _PATIENCE[:1]:
                     for by_stage in (False, True) if has_choice else (False,):

@@ -5,8 +5,9 @@ input backward, otherwise a forward if that is allowed, otherwise a weight backw
 more urgent is about to arrive. The rules by which it chooses are a `Policy`. The best one depends
 on the costs, so many are tried.
 
-Memory never blocks the ranks: a forward runs only if every rank could still finish its microbatches
-afterwards, one after the other, from the oldest on.
+Memory never blocks the ranks: an action runs only if its rank could still finish its microbatches
+afterwards: first the weight backwards that wait, then one microbatch after the other, from the
+oldest on.
 """
 
 import heapq
@@ -56,11 +57,17 @@ class _Dispatch:
         self.weights = [0] * num_stages
         self.caps = [cap * ROUNDING for cap in problem.caps]
         self.room = list(self.caps)
+        self.pending = [0.0] * num_ranks  # What the weight backwards that wait hold.
         # By rank: what a microbatch holds once it has reached the first of its stages, the second …
         kept = problem.costs.after_forward
         self.kept_so_far = [
             list(accumulate(kept[stage] for stage in stages)) for stages in problem.stages_of
         ]
+        self.needs_from = [problem.needs_from(rank) for rank in range(num_ranks)]
+        self.backwards_need_room = any(
+            change.rise for code, change in enumerate(problem.changes) if code & 3 != FORWARD
+        )
+        self.needs_of_backwards = [problem.needs_of_backwards(rank) for rank in range(num_ranks)]
 
     def run(self) -> list[Order]:
         """Advance from one time at which a rank is free to the next, until all ranks are done."""
@@ -109,19 +116,41 @@ class _Dispatch:
                     continue
             arrival = arrivals[index]
             if arrival <= now:
-                return self._full_if_no_room(code, rank), now
+                fitting = code if kind == FORWARD else self._backward_with_room(code, rank)
+                if fitting is None:
+                    continue  # Until weight backwards have freed memory.
+                return fitting, now
             if arrival < next_arrival:
                 next_arrival = arrival
         return None, next_arrival
 
-    def _full_if_no_room(self, code: Code, rank: int) -> Code:
-        """Return a full backward instead of an input backward for which there is no room."""
-        stage, costs = code >> 2, self.problem.costs
-        if code & 3 == INPUT:
-            more = costs.after_input[stage] - costs.after_forward[stage]
-            if more > 0 and more > self.room[rank]:
-                return 4 * stage + FULL
-        return code
+    def _backward_with_room(self, code: Code, rank: int) -> Code | None:
+        """Return the full or input backward of a stage for which there is room, if possible `code`.
+
+        After an input backward there must be room for the weight backwards that wait.
+        """
+        room, changes = self.room[rank], self.problem.changes
+        if room == inf:
+            return code
+        first, full = code & ~3 | INPUT, code & ~3 | FULL
+        for wanted in (first, full) if code == first else (full, first):
+            rise, net = changes[wanted]
+            if wanted == first and room >= rise:
+                rise = net + max(changes[code & ~3 | WEIGHT].rise, self._rise_of_weights(rank))
+            if rise <= room:
+                return wanted
+        return None
+
+    def _rise_of_weights(self, rank: int) -> float:
+        """Return the most memory that a weight backward needs of those that wait."""
+        return max(
+            (
+                self.problem.changes[4 * stage + WEIGHT].rise
+                for stage in self.problem.stages_of[rank]
+                if self.weights[stage] < self.inputs[stage]
+            ),
+            default=0.0,
+        )
 
     def _has_room(self, rank: int, stage: int) -> bool:
         """Return whether `rank` could run a forward of `stage` and finish all that it has begun.
@@ -131,28 +160,45 @@ class _Dispatch:
         all after it have left. It then needs room for the later stages of that microbatch.
         """
         stages, kept = self.problem.stages_of[rank], self.kept_so_far[rank]
-        needed = self.problem.costs.after_forward[stage]
+        needs, (needed, net) = self.needs_from[rank], self.problem.changes[4 * stage + FORWARD]
         if self.policy.keeps_room:
-            needed += kept[-1] - kept[stages.index(stage)]
+            needed = max(needed, net + needs[stages.index(stage) + 1])
         if needed > self.room[rank]:
             return False
+        if self.backwards_need_room:
+            room = self.room[rank] - net
+            if self._rise_of_weights(rank) > room:
+                return False
+            if self._needed_by_backwards(rank, stage) > room + self.pending[rank]:
+                return False
         held = 0.0
         for index, (here, after) in enumerate(pairwise(stages)):
             waiting = self.forwards[here] - self.forwards[after]
             waiting += (here == stage) - (after == stage)
             held += waiting * kept[index]
-            if waiting and held + kept[-1] - kept[index] > self.caps[rank]:
+            if waiting and held + needs[index + 1] > self.caps[rank]:
                 return False
         return True
+
+    def _needed_by_backwards(self, rank: int, stage: int) -> float:
+        """Return what the next backwards of `rank` need, after one more forward of `stage`."""
+        stages, needs = self.problem.stages_of[rank], self.needs_of_backwards[rank]
+        needed = 0.0
+        arrived = self.forwards[stages[-1]] + (stage == stages[-1])
+        for index in reversed(range(len(stages))):
+            if arrived > self.inputs[stages[index]]:
+                needed = max(needed, needs[index])
+            arrived = self.inputs[stages[index]]
+        return needed
 
     def _start(self, code: int, rank: int, end: float) -> int | None:
         """Record that an action was started; return the stage that takes its message, if any."""
         stage, kind = code >> 2, code & 3
-        costs, delays = self.problem.costs, self.problem.delays
+        delays, net = self.problem.delays, self.problem.changes[code].net
         self.orders[rank].append(code)
+        self.room[rank] -= net
         if kind == FORWARD:
             self.forwards[stage] += 1
-            self.room[rank] -= costs.after_forward[stage]
             if stage == self.problem.num_stages - 1:
                 self.gradients[stage].append(end)
                 return None
@@ -160,14 +206,13 @@ class _Dispatch:
             return stage + 1
         if kind == WEIGHT:
             self.weights[stage] += 1
-            self.room[rank] += costs.after_input[stage]
+            self.pending[rank] += net
             return None
         self.inputs[stage] += 1
-        self.room[rank] += costs.after_forward[stage]
         if kind == FULL:
             self.weights[stage] += 1
         else:
-            self.room[rank] -= costs.after_input[stage]
+            self.pending[rank] -= self.problem.changes[4 * stage + WEIGHT].net
         if stage == 0:
             return None
         self.gradients[stage - 1].append(end + delays[stage - 1])

@@ -130,30 +130,25 @@ def fits(problem: Problem, rank: int, order: Order) -> bool:
 
 def peak_memory(problem: Problem, order: Order) -> float:
     """Return the most that a rank holds; infinite if an I is before its F or a W before its I."""
-    after_forward, after_input = problem.costs.after_forward, problem.costs.after_input
+    changes = problem.changes
     in_flight, pending = [0] * problem.num_stages, [0] * problem.num_stages
     held = most = 0.0
     for code in order:
         stage, kind = code >> 2, code & 3
         if kind == FORWARD:
             in_flight[stage] += 1
-            held += after_forward[stage]
-            if held > most:
-                most = held
-            continue
-        if kind == WEIGHT:
+        elif kind == WEIGHT:
             pending[stage] -= 1
             if pending[stage] < 0:
                 return inf
-            held -= after_input[stage]
-            continue
-        in_flight[stage] -= 1
-        if in_flight[stage] < 0:
-            return inf
-        held -= after_forward[stage]
-        if kind == INPUT:
-            pending[stage] += 1
-            held += after_input[stage]
-            if held > most:
-                most = held
+        else:
+            in_flight[stage] -= 1
+            if in_flight[stage] < 0:
+                return inf
+            if kind == INPUT:
+                pending[stage] += 1
+        rise, net = changes[code]
+        if held + rise > most:
+            most = held + rise
+        held += net
     return most

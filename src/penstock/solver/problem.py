@@ -28,7 +28,7 @@ from penstock.ir import (
     Schedule,
 )
 from penstock.ir.action import compute_parts
-from penstock.passes.held_memory import ROUNDING, cap_of_each_rank
+from penstock.passes.held_memory import ROUNDING, Change, cap_of_each_rank, stage_changes
 from penstock.schedules.generator import Clock
 from penstock.timeline import Report
 
@@ -54,6 +54,8 @@ class Problem:
     stages_of: tuple[tuple[int, ...], ...]
     durations: tuple[float, ...]
     """By code."""
+    changes: tuple[Change, ...]
+    """By code: what an action does to the memory of its rank."""
     delays: tuple[float, ...]
     """The least time of a message on each edge; zero between stages of one rank."""
     offsets: tuple[float, ...]
@@ -86,6 +88,7 @@ class Problem:
         starts = (0.0, *accumulate(steps))
         stages_of = tuple(placement.stages_of(rank) for rank in range(num_ranks))
         rows = (costs.forward, costs.backward_input, costs.backward_weight, costs.backward)
+        by_stage = (stage_changes(costs, stage) for stage in range(placement.num_stages))
         return cls(
             costs=costs,
             placement=placement,
@@ -94,6 +97,7 @@ class Problem:
             clock=clock,
             stages_of=stages_of,
             durations=tuple(time for stage in zip(*rows, strict=True) for time in stage),
+            changes=tuple(changes[kind] for changes in by_stage for kind in KINDS),
             delays=delays,
             offsets=tuple(starts[stages[0]] if clock == "span" else 0.0 for stages in stages_of),
         )
@@ -108,13 +112,48 @@ class Problem:
 
     @property
     def smallest_caps(self) -> tuple[float, ...]:
-        """The smallest cap of each rank with which any schedule fits.
+        """The smallest cap of each rank with which its microbatches fit one after the other."""
+        return tuple(float(self.needs_from(rank)[0]) for rank in range(self.num_ranks))
 
-        When its backward begins, a microbatch holds what all forwards of the rank left. Running
-        one microbatch after the other, with full backwards, needs no more.
+    def needs_from(self, rank: int) -> list[float]:
+        """Return what one microbatch still needs on `rank` after its first n forwards there.
+
+        That is the most that it adds at any moment to what the rank holds then, with no other
+        action in between. `n` counts from 0 to the number of stages.
         """
-        kept = self.costs.after_forward
-        return tuple(float(sum(kept[stage] for stage in stages)) for stages in self.stages_of)
+        needed = self.needs_of_backwards(rank)[-1]
+        found = [needed]
+        for stage in reversed(self.stages_of[rank]):
+            forward = self.changes[4 * stage + FORWARD]
+            needed = max(forward.rise, forward.net + needed)
+            found.append(needed)
+        return found[::-1]
+
+    def needs_of_backwards(self, rank: int) -> list[float]:
+        """Return what the backwards of a microbatch on `rank` need, from each stage to the first.
+
+        They run in a row, from that stage on; see `needs_from`.
+        """
+        needed, found = 0.0, []
+        for stage in self.stages_of[rank]:
+            freed = self.changes[4 * stage + FORWARD].net
+            needed = max(self.least_rise(stage), needed - freed)
+            found.append(needed)
+        return found
+
+    def least_rise(self, stage: int) -> float:
+        """Return what a backward of `stage` needs at least: a full one, or its halves in a row."""
+        return min(self.changes[4 * stage + FULL].rise, self._rise_of_halves(stage))
+
+    @property
+    def better_split(self) -> tuple[int, ...]:
+        """The stages on which the halves of a backward in a row need less than a full one."""
+        full = self.changes[FULL::4]
+        return tuple(s for s, change in enumerate(full) if self._rise_of_halves(s) < change.rise)
+
+    def _rise_of_halves(self, stage: int) -> float:
+        first, second = self.changes[4 * stage + INPUT], self.changes[4 * stage + WEIGHT]
+        return max(first.rise, first.net + second.rise)
 
     def find_shortage(self) -> int | None:
         """Return the first rank on which nothing fits, if there is one."""
@@ -137,7 +176,12 @@ class Problem:
         times, code = self.durations, 4 * stage
         halves = times[code + INPUT] + times[code + WEIGHT]
         is_quicker = times[code + FULL] < halves * (1 - 1e-12)
-        return is_quicker or self.costs.after_input[stage] > self.costs.after_forward[stage]
+        return is_quicker or self.saves_memory(stage)
+
+    def saves_memory(self, stage: int) -> bool:
+        """Return whether a full backward of `stage` can take less memory than its halves."""
+        is_larger = self.changes[4 * stage + INPUT].net > 0
+        return is_larger or self.changes[4 * stage + FULL].rise < self._rise_of_halves(stage)
 
     @property
     def has_queues(self) -> bool:
@@ -187,7 +231,7 @@ def nothing_fits(problems: Sequence[Problem]) -> ScheduleError:
     cap, needed = in_full(problem.caps[rank]), in_full(problem.smallest_caps[rank])
     return ScheduleError(
         f"Nothing fits: rank {rank} may hold {cap}, but one microbatch on its stages "
-        f"{list(problem.stages_of[rank])} holds {needed} when its backward begins. The smallest "
+        f"{list(problem.stages_of[rank])} needs {needed}. The smallest "
         f"memory that fits is {in_full(max(problem.smallest_caps))} on each rank: allow that, use "
         "smaller microbatches, or cut the model into more stages."
     )

@@ -1,15 +1,18 @@
 """Schedules for any placement that need little memory, to run before costs are known."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from penstock.costs import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Placement,
     Schedule,
+    StageId,
 )
 from penstock.passes.backward_halves import join_backward
 from penstock.passes.simpler_orders import part_overlaps
@@ -48,13 +51,22 @@ def can_run(
     return True
 
 
-def one_at_a_time(placement: Placement, num_microbatches: int) -> Schedule:
-    """Return the schedule that ends each microbatch before the next begins: none holds less."""
+def one_at_a_time(
+    placement: Placement, num_microbatches: int, split: Collection[StageId] = ()
+) -> Schedule:
+    """Return the schedule that ends each microbatch before the next begins.
+
+    None holds less, with W right after I on the stages in `split`, if that takes less memory there.
+    """
     stages = range(placement.num_stages)
     orders: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
     for mb in range(num_microbatches):
         for stage in stages:
             orders[placement.ranks[stage]].append(Forward(stage, mb))
         for stage in reversed(stages):
-            orders[placement.ranks[stage]].append(Backward(stage, mb))
+            order = orders[placement.ranks[stage]]
+            if stage in split:
+                order += [BackwardInput(stage, mb), BackwardWeight(stage, mb)]
+            else:
+                order.append(Backward(stage, mb))
     return Schedule(orders, placement, num_microbatches)

@@ -162,7 +162,7 @@ class _Search:
 
     def _try_registered(self, problem: Problem) -> None:
         shape = problem.placement, problem.num_microbatches
-        least = SAFE, one_at_a_time(*shape)
+        least = SAFE, one_at_a_time(*shape, problem.better_split)
         for name, schedule in (*registered(*shape), least):
             report = simulate(schedule, problem.costs)
             fits = problem.find_excess(report) is None

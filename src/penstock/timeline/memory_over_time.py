@@ -48,7 +48,7 @@ def _levels(timeline: Timeline, rank: Rank, footprint: Footprint) -> Iterator[tu
     for start, end, change in zip(
         starts, ends, changes_along(schedule, rank, footprint), strict=True
     ):
-        changes += [(start, change.allocated), (end, -change.freed)]
+        changes += [(start, change.rise), (end, change.net - change.rise)]
     held = 0.0
     for time, more in sorted(changes, key=itemgetter(0)):
         held = round_off(held + more, held)

@@ -1,9 +1,10 @@
-"""Count the bytes that microbatches hold from one action to the next.
+"""Count the bytes that microbatches hold from one action to the next, and what actions need.
 
 An accelerator's allocator knows them. The CPU's does not: there, every operation is watched while
 a stage runs, and each storage that it makes counts as long as it is alive. Unlike hooks on what
 autograd saves, this does not disturb the split backward. Such hooks are used for compiled stages,
-whose operations cannot be watched; there, what the weight backward holds is noted by itself.
+whose operations cannot be watched; there, what the weight backward holds is noted by itself, and
+what an action needs only while it runs is not seen.
 """
 
 from collections import defaultdict
@@ -45,8 +46,10 @@ class HeldBytes(AbstractMemoryCount):
     def __init__(self, device: torch.device) -> None:
         self.after_forward: defaultdict[StageId, list[int]] = defaultdict(list)
         self.after_input: defaultdict[StageId, list[int]] = defaultdict(list)
+        self.during: defaultdict[tuple[type, StageId], list[int]] = defaultdict(list)
+        """By kind and stage: the most beyond what the rank held before the action."""
         self._live = _Watched() if device.type == "cpu" else _Allocated(device)
-        self._before = self._copied = 0
+        self._before = self._copied = self._made_grads = 0
         self._held: dict[tuple[StageId, MicrobatchId], int] = {}
 
     def begin(self, flow: Dataflow) -> None:
@@ -70,13 +73,22 @@ class HeldBytes(AbstractMemoryCount):
             if not message.is_gradient and not self._flow.is_sent(message)
             for tensor in _tensors(row)
         )
+        self._made_grads = 0
+        self._live.restart_peak()
 
-    def watching(self, stage: PipelineStage, arguments: Any) -> AbstractContextManager[Note]:
-        return self._live.watching(stage, arguments)
+    @contextmanager
+    def watching(self, stage: PipelineStage, arguments: Any) -> Iterator[Note]:
+        before = _num_bytes(_grads(stage))
+        with self._live.watching(stage, arguments) as note:
+            yield note
+        # The first backward makes the gradients of weights, which stay.
+        self._made_grads += max(0, _num_bytes(_grads(stage)) - before)
 
     def computed(self, task: Task, step: StepView) -> None:
         action = task.action
         place = action.stage, action.mb
+        besides = self._before + self._copied + self._made_grads
+        self.during[type(action), action.stage].append(max(0, self._live.peak() - besides))
         if isinstance(action, Forward):
             self._held[place] = self._live.total() - self._before
             self.after_forward[action.stage].append(max(0, self._held[place] - self._copied))
@@ -101,6 +113,13 @@ class _Allocated:
     def note(self, tensors: Any) -> None:
         """Do nothing: the allocator counts the tensors."""
 
+    def restart_peak(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        torch.accelerator.synchronize(self._device)
+        return torch.accelerator.max_memory_allocated(self._device)
+
     @contextmanager
     def watching(self, stage: PipelineStage, arguments: Any) -> Iterator[Note]:
         yield self.note
@@ -115,6 +134,7 @@ class _Watched:
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._at_most = self._peak = 0  # What may be alive now, and what was at the peak.
 
     def note(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
@@ -122,6 +142,15 @@ class _Watched:
             if storage is not None:
                 weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's is untyped
                 self._storages.setdefault(storage_address(storage), (weak, storage.nbytes()))
+                self._at_most += storage.nbytes()
+        if self._at_most > self._peak:  # Otherwise it is not worth looking for what was freed.
+            self._peak = max(self._peak, self.total())
+
+    def restart_peak(self) -> None:
+        self._peak = self.total()
+
+    def peak(self) -> int:
+        return self._peak
 
     def total(self) -> int:
         self._storages = {
@@ -129,7 +158,8 @@ class _Watched:
             for key, (storage, num_bytes) in self._storages.items()
             if not storage.expired()  # type: ignore[no-untyped-call]  # torch's is untyped
         }
-        return sum(num_bytes for _, num_bytes in self._storages.values())
+        self._at_most = sum(num_bytes for _, num_bytes in self._storages.values())
+        return self._at_most
 
     @contextmanager
     def watching(self, stage: PipelineStage, arguments: Any) -> Iterator[Note]:
@@ -179,6 +209,11 @@ def _without_compiling() -> AbstractContextManager[Any]:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+def _grads(stage: PipelineStage) -> Iterator[Tensor]:
+    grads = (parameter.grad for parameter in stage.submod.parameters())
+    return (grad for grad in grads if grad is not None)
 
 
 def _copied(leaves: Leaves) -> Leaves:

@@ -1,7 +1,8 @@
 """Costs from real steps: the steps to run, and the costs that follow from their times.
 
-There are three kinds of steps, all of one schedule. The first warm up and count memory; then come
-steps with split backwards, and then steps with full backwards. After these, messages are timed.
+There are three kinds of steps, all of one schedule. The first warm up and count memory, with split
+and with full backwards in turn; then come steps with split backwards, and then steps with full
+backwards. After these, messages are timed.
 """
 
 import statistics
@@ -14,6 +15,7 @@ import torch
 
 from penstock.comm import AbstractComm
 from penstock.costs import CostTable, StageCost
+from penstock.costs.cost_table import HELD
 from penstock.ir import (
     Backward,
     BackwardInput,
@@ -51,6 +53,7 @@ class Measuring:
         self, schedule: Schedule, device: torch.device, *, warm_up: int, repeats: int
     ) -> None:
         self._whole, self._split = schedule, split_backward(schedule)
+        self._mixed = split_backward(schedule, only=lambda mb: mb % 2 == 0)
         self._device = device
         self._left = deque(
             [_Purpose.WARM_UP] * warm_up + [_Purpose.SPLIT] * repeats + [_Purpose.WHOLE] * repeats
@@ -66,7 +69,8 @@ class Measuring:
 
     @property
     def schedule(self) -> Schedule:
-        return self._whole if not self._left or self._left[0] is _Purpose.WHOLE else self._split
+        kinds = {_Purpose.WARM_UP: self._mixed, _Purpose.SPLIT: self._split}
+        return kinds.get(self._left[0], self._whole) if self._left else self._whole
 
     def make_observer(self) -> Observer:
         if self._left[0] is _Purpose.WARM_UP:
@@ -101,16 +105,33 @@ class Measuring:
                 timing.cost_s(taking_s) for timing in self._timings[kind, stage]
             )
 
-        forward, backward = median_s(Forward), median_s(Backward)
-        after_forward = statistics.median(self._held.after_forward[stage])
+        def during(kind: type[SingleCompute]) -> float:
+            return max(_later(self._held.during[kind, stage]))
+
+        after_forward = statistics.median(_later(self._held.after_forward[stage]))
+        after_input = statistics.median(_later(self._held.after_input[stage]))
+        if (Backward, stage) in self._held.during:
+            during_backward = during(Backward)
+        else:  # A single microbatch, whose backward was split: as much as its halves in a row.
+            more = after_input - after_forward
+            during_backward = max(0.0, during(BackwardInput), more + during(BackwardWeight))
         return StageCost(
-            forward,
-            median_s(BackwardInput),
-            median_s(BackwardWeight),
-            backward,
-            after_forward,
-            statistics.median(self._held.after_input[stage]),
+            forward=median_s(Forward),
+            backward_input=median_s(BackwardInput),
+            backward_weight=median_s(BackwardWeight),
+            backward=median_s(Backward),
+            after_forward=after_forward,
+            after_input=after_input,
+            during_forward=during(Forward),
+            during_input=during(BackwardInput),
+            during_weight=during(BackwardWeight),
+            during_backward=during_backward,
         )
+
+
+def _later(counts: list[int]) -> list[int]:
+    """Return the counts without the first, in which things are made that stay, if it can be."""
+    return counts[1:] or counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +161,7 @@ def average(tables: Sequence[CostTable]) -> CostTable:
         return list(map(combine, zip(*(getattr(table, name) for table in tables), strict=True)))
 
     means = ("forward", "backward_input", "backward_weight", "backward", "delay")
-    largest = ("after_forward", "after_input", "message_bytes")
+    largest = (*HELD, "message_bytes")
     return CostTable(
         **{name: each(name, statistics.fmean) for name in means},
         **{name: each(name, max) for name in largest},

@@ -139,7 +139,8 @@ class Model:
     def _limit_memory(self, memory: RankMemory) -> None:
         """Count an activation from the start of F to the end of I or B, then what W needs.
 
-        Intervals exclude their end: memory that is freed at a time can be used by what starts then.
+        To that comes what each action needs while it runs. Intervals exclude their end: memory
+        that is freed at a time can be used by what starts then.
         """
         cp, intervals, demands = self.cp, [], []
         for stage in memory.after_forward:
@@ -156,7 +157,22 @@ class Model:
                     ),
                 ]
                 demands += [memory.after_forward[stage], memory.after_input[stage]]
+                for extra, running in zip(
+                    memory.extra[stage], self._running(stage, cell), strict=True
+                ):
+                    if extra > 0:
+                        intervals.append(running)
+                        demands.append(extra)
         cp.add_cumulative(intervals, demands, memory.cap)
+
+    def _running(self, stage: StageId, cell: _Cell) -> Iterator[cp_model.IntervalVar]:
+        """Yield the times of F, I, W and B; I and W, or B, are absent."""
+        problem, interval = self._problem, self.cp.new_optional_fixed_size_interval_var
+        is_split = ~cell.is_fused
+        yield self.cp.new_fixed_size_interval_var(cell.forward_start, problem.forward[stage], "")
+        yield interval(cell.backward_start, problem.backward_input[stage], is_split, "")
+        yield interval(cell.weight_start, problem.backward_weight[stage], is_split, "")
+        yield interval(cell.backward_start, problem.backward[stage], cell.is_fused, "")
 
     def _bound_time(self) -> None:
         """Bound `time` by each rank's last end, and by its head plus its work."""

@@ -83,7 +83,7 @@ def solve(
     problem = Problem.of(costs, placement, num_microbatches, memory=memory, clock=clock)
     if problem.find_shortage() is not None:
         raise nothing_fits([problem])
-    start = one_at_a_time(placement, num_microbatches)
+    start = one_at_a_time(placement, num_microbatches, problem.better_split)
     if hint is not None:
         start = _plain(hint, placement, num_microbatches)
     search = _import_search()

@@ -9,14 +9,14 @@ actions, a tick becomes z + 1 ticks and each such action takes one. An order the
 ticks too long, which is less than one of the former ticks; the division by z + 1 removes it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
 from penstock.costs import CostTable
 from penstock.ir import Placement, Rank
 from penstock.solver.exact.whole_units import to_units
-from penstock.solver.problem import Problem
+from penstock.solver.problem import FORWARD, Problem
 
 _MOST_TICKS = 10**7  # The longest time, if times are rounded.
 _MOST_MEMORY = 10**6  # The most that a microbatch holds on a stage, if memory is rounded.
@@ -32,6 +32,8 @@ class RankMemory:
     cap: int
     after_forward: dict[int, int]
     after_input: dict[int, int]
+    extra: dict[int, tuple[int, ...]]
+    """By stage: what F, I, W and B need besides, only while they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,7 @@ def to_ticks(problem: Problem) -> TickProblem:
         backward=full,
         delay=tuple(time * scale for time in ticks[4 * num_stages :]),
         may_fuse=tuple(
-            full[stage] < first[stage] + second[stage]
-            or costs.after_input[stage] > costs.after_forward[stage]
+            full[stage] < first[stage] + second[stage] or problem.saves_memory(stage)
             for stage in range(num_stages)
         ),
         offsets=tuple(ceil(offset / tick * (1 - _ROUNDING)) * scale for offset in problem.offsets),
@@ -118,22 +119,31 @@ def to_ticks(problem: Problem) -> TickProblem:
         ticks_per_unit=scale,
         num_instant=num_instant,
     )
-    return replace(in_ticks, memory=tuple(_memory(in_ticks, costs, problem.caps)))
+    return replace(in_ticks, memory=tuple(_memory(in_ticks, problem)))
 
 
-def _memory(problem: TickProblem, costs: CostTable, caps: Sequence[float]) -> Iterator[RankMemory]:
-    """Yield the memory of ranks whose cap is less than all microbatches can hold together."""
-    for rank, cap in enumerate(caps):
-        stages = problem.placement.stages_of(rank)
+def _memory(in_ticks: TickProblem, problem: Problem) -> Iterator[RankMemory]:
+    """Yield the memory of ranks whose cap is less than all microbatches can need together."""
+    costs = problem.costs
+    for rank, cap in enumerate(problem.caps):
+        stages = problem.stages_of[rank]
         held = [*(costs.after_forward[s] for s in stages), *(costs.after_input[s] for s in stages)]
-        num_held = problem.num_microbatches * len(held)
-        if cap >= sum(held) * problem.num_microbatches:
+        # What an F leaves is held from its start on, all else counts only while the action runs.
+        rises = [problem.changes[4 * s + kind].rise for s in stages for kind in range(4)]
+        extra = [
+            rise - (costs.after_forward[stages[n // 4]] if n % 4 == FORWARD else 0.0)
+            for n, rise in enumerate(rises)
+        ]
+        num_held = problem.num_microbatches * (len(held) + len(extra))
+        if cap >= sum(held) * problem.num_microbatches + max(extra):
             continue
-        most = min(_MOST_MEMORY, _MOST_AREA // (problem.horizon() * num_held))
-        unit, counts = to_units(held, max(1, most))
+        most = min(_MOST_MEMORY, _MOST_AREA // (in_ticks.horizon() * num_held))
+        unit, counts = to_units([*held, *extra], max(1, most))
+        by_kind = counts[len(held) :]
         yield RankMemory(
             rank=rank,
             cap=floor(cap * (1 + _ROUNDING) / unit),
             after_forward=dict(zip(stages, counts, strict=False)),
-            after_input=dict(zip(stages, counts[len(stages) :], strict=True)),
+            after_input=dict(zip(stages, counts[len(stages) : len(held)], strict=True)),
+            extra={s: tuple(by_kind[4 * n : 4 * n + 4]) for n, s in enumerate(stages)},
         )
