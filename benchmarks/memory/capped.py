@@ -1,8 +1,8 @@
 """Searches for schedules that keep to the memory that 1F1B took, and runs them.
 
-The simulator does not count what an action needs while it runs, so a schedule that is searched with
-the whole cap may exceed it. Then the search is repeated: a rank that was over the cap may hold less
-than it was predicted to, by most of what it was over.
+The simulator does not count messages under way, so a schedule that is searched with the whole cap
+may exceed it. Then the search is repeated: a rank that was over the cap may hold less than it was
+predicted to, by most of what it was over.
 """
 
 import sys

@@ -165,6 +165,14 @@ def test_costs_of_a_file_are_typed_in_along_the_model(tmp_path: Path) -> None:
     assert costs == inputs.question.costs.table(schedule.placement)
 
 
+def test_costs_that_the_page_has_no_fields_for_are_named(tmp_path: Path) -> None:
+    CostTable.uniform(2, during_weight=3, gather=1).save(tmp_path / "costs.json")
+    with studio("--costs", tmp_path / "costs.json", "--port", 0) as running:
+        assert running.process.stderr is not None
+        line = running.process.stderr.readline()
+    assert "The studio does not count during_weight, gather; penstock search does.\n" == line
+
+
 def test_recording_is_typed_in_with_its_shape_in_seconds(tmp_path: Path) -> None:
     schedule = schedules.get("1F1B")(num_ranks=2, num_microbatches=3)
     timeline = simulate(schedule, CostTable.uniform(2, forward=0.5)).timeline

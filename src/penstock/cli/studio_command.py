@@ -8,6 +8,7 @@ from penstock.cli.costs_option import read_costs
 from penstock.cli.given import ShapeOptions
 from penstock.cli.options import CostsText, Delay, Memory, Microbatches, Ranks
 from penstock.costs.amounts import to_caps
+from penstock.costs.cost_table import DURING, SHARDING
 from penstock.costs.given_costs import ShareCosts
 from penstock.studio.typed_inputs import DEFAULTS, fields_of, read_inputs
 
@@ -44,6 +45,10 @@ def studio(
     num_ranks, num_microbatches = ShapeOptions(ranks, microbatches, None).of(None, chosen)
     shares = chosen if isinstance(chosen, ShareCosts) else chosen.shares(num_ranks)
     fields = fields_of(shares) | {"ranks": str(num_ranks), "microbatches": str(num_microbatches)}
+    if left_out := [name for name in (*DURING, *SHARDING) if any(getattr(shares, name))]:
+        typer.echo(
+            f"The studio does not count {', '.join(left_out)}; penstock search does.", err=True
+        )
     if chosen.time_unit == "s":
         fields["units"] = "seconds"
     if memory is not None:

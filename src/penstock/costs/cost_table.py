@@ -22,8 +22,9 @@ _FORMAT = Format(
 DURING: Final = ("during_forward", "during_input", "during_weight", "during_backward")
 HELD: Final = ("after_forward", "after_input", *DURING)
 """The fields of memory that depends on the size of microbatches."""
+SHARDING: Final = ("gather", "reduce", "gathered")
 # Costs that many stages do not have. Files without them are as valid: older ones have none of them.
-_OPTIONAL = (*DURING, "gather", "reduce", "gathered")
+_OPTIONAL = (*DURING, *SHARDING)
 
 
 class StageCost(NamedTuple):
