@@ -125,21 +125,32 @@ MUTANTS = [
     ),
     (
         "passes/held_memory.py",
-        "freed += after_forward[part.stage] - after_input[part.stage]",
-        "freed += after_forward[part.stage]",
-        MEMORY,
-    ),
-    ("passes/held_memory.py", "freed += after_input[part.stage]", "freed += 0.0", MEMORY),
-    (
-        "passes/held_memory.py",
-        "during = held + change.allocated",
-        "during = held + change.allocated - change.freed",
+        "Change(footprint.during_input[stage], left - kept)",
+        "Change(footprint.during_input[stage], -kept)",
         MEMORY,
     ),
     (
         "passes/held_memory.py",
-        "freed += 0.0 if keeps else after_forward[part.stage]",
-        "freed += 0.0",
+        "Change(footprint.during_weight[stage], -left)",
+        "Change(footprint.during_weight[stage], 0.0)",
+        MEMORY,
+    ),
+    (
+        "passes/held_memory.py",
+        "rise = max(rise, allocated + change.rise)",
+        "rise = max(rise, change.rise)",
+        MEMORY,
+    ),
+    (
+        "passes/held_memory.py",
+        "during = held + change.rise",
+        "during = held + change.net",
+        MEMORY,
+    ),
+    (
+        "passes/held_memory.py",
+        "return change if keeps else change._replace(net=0.0)",
+        "return change",
         MEMORY,
     ),
     # Gathers, frees and reductions.

@@ -13,8 +13,8 @@ MUTANTS = [
     ("solver/bounds.py", "max(1.0, room / kept)", "max(1.0, room / kept - 1)", BOUNDS),
     (
         "solver/bounds.py",
-        "cap - (mb + 1 - inputs) * kept",
-        "cap - (mb + 2 - inputs) * kept",
+        "cap - extra - (mb + 1 - inputs) * kept",
+        "cap - extra - (mb + 2 - inputs) * kept",
         BOUNDS,
     ),
     (
@@ -75,9 +75,8 @@ MUTANTS = [
     ("solver/evaluation.py", "cause.append(sources[index])", "cause.append(None)", EVALUATE),
     (
         "solver/evaluation.py",
-        "            pending[stage] += 1\n            held += after_input[stage]\n"
-        "            if held > most:\n                most = held\n",
-        "            pending[stage] += 1\n            held += after_input[stage]\n",
+        "        if held + rise > most:\n            most = held + rise\n",
+        "        if held + net > most:\n            most = held + net\n",
         EVALUATE,
     ),
     ("solver/evaluation.py", "return peak < inf and peak <=", "return peak <=", EVALUATE),
@@ -91,7 +90,7 @@ MUTANTS = [
     # Ranks that choose.
     (
         "solver/dispatching.py",
-        "if waiting and held + kept[-1] - kept[index] > self.caps[rank]:",
+        "if waiting and held + needs[index + 1] > self.caps[rank]:",
         "if waiting and held > self.caps[rank]:",
         DISPATCH,
     ),
@@ -101,13 +100,14 @@ MUTANTS = [
         "index - self.inputs[stage] > self.policy.ahead[stage]",
         DISPATCH,
     ),
+    ("solver/dispatching.py", "if self._rise_of_weights(rank) > room:", "if False:", DISPATCH),
     (
         "solver/dispatching.py",
-        "        else:\n            self.room[rank] -= costs.after_input[stage]\n",
-        "",
+        "if self._needed_by_backwards(rank, stage) > room + self.pending[rank]:",
+        "if False:",
         DISPATCH,
     ),
-    ("solver/dispatching.py", "if more > 0 and more > self.room[rank]:", "if False:", DISPATCH),
+    ("solver/dispatching.py", "if wanted == first and room >= rise:", "if False:", DISPATCH),
     (
         "solver/dispatching.py",
         "if now + duration - next_arrival <= self.policy.patience[rank] * duration:",
@@ -180,8 +180,8 @@ MUTANTS = [
     ),
     (
         "solver/problem.py",
-        "float(sum(kept[stage] for stage in stages))",
-        "float(max(kept[stage] for stage in stages))",
+        "needed = max(forward.rise, forward.net + needed)",
+        "needed = max(forward.rise, needed)",
         PROBLEM,
     ),
     (
@@ -193,8 +193,8 @@ MUTANTS = [
     ("solver/problem.py", "mb = pending[stage].popleft()", "mb = pending[stage].pop()", PROBLEM),
     (
         "solver/problem.py",
-        "is_quicker or self.costs.after_input[stage] > self.costs.after_forward[stage]",
-        "is_quicker",
+        "return is_quicker or self.saves_memory(stage)",
+        "return is_quicker",
         PROBLEM,
     ),
     (
@@ -259,6 +259,7 @@ MUTANTS = [
         "demands += [memory.after_forward[stage], 0]",
         EXACT,
     ),
+    ("solver/exact/constraint_model.py", "if extra > 0:", "if False:", EXACT),
     ("solver/exact/constraint_model.py", "halves - saving * cell.is_fused)", "halves)", EXACT),
     (
         "solver/exact/constraint_model.py",
