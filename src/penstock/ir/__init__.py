@@ -13,6 +13,7 @@ from penstock.ir.action import (
     Send,
     Unshard,
 )
+from penstock.ir.lazy_orders import LazyOrders
 from penstock.ir.message import Message, MicrobatchId, Rank, Skip, StageId
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -23,6 +24,7 @@ __all__ = [
     "BackwardInput",
     "BackwardWeight",
     "Forward",
+    "LazyOrders",
     "Message",
     "MicrobatchId",
     "Overlap",

@@ -13,7 +13,7 @@ from stage 0 to stage 3, where it is 3RECV_F1<0.
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from penstock.errors import ScheduleError
@@ -106,7 +106,7 @@ def parse_csv(text: str) -> ParsedText:
     )
 
 
-def format_csv(orders: tuple[tuple[Action, ...], ...]) -> str:
+def format_csv(orders: Iterable[Iterable[Action]]) -> str:
     """Return the orders in the format above, one line for each rank, each ending with a newline."""
     return "".join(",".join(map(str, order)) + "\n" for order in orders)
 

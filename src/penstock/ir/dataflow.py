@@ -47,6 +47,16 @@ class Dataflow:
         """Return whether a message goes to another rank; otherwise it is handed over."""
         return self._ranks[message.maker] != self._ranks[message.taker]
 
+    def partners(self, rank: Rank) -> list[Rank]:
+        """Return the other ranks with which `rank` exchanges messages, in ascending order."""
+        found = {
+            self._ranks[other]
+            for stage, holder in enumerate(self._ranks)
+            if holder == rank
+            for other in (*self._before[stage], *self._after[stage])
+        }
+        return sorted(found - {rank})
+
     # Called for every action, often: `match` would take twice as long.
 
     def needed(self, action: Action) -> tuple[Message, ...]:

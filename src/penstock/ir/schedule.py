@@ -1,6 +1,6 @@
 """The value that is generated, verified, simulated, drawn and executed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.costs.footprint import Footprint
@@ -16,7 +16,8 @@ from penstock.ir.action import (
     compute_parts,
 )
 from penstock.ir.csv_text import format_csv, parse_csv
-from penstock.ir.message import MicrobatchId, Skip, StageId
+from penstock.ir.lazy_orders import LazyOrders, Order
+from penstock.ir.message import MicrobatchId, Rank, Skip, StageId
 from penstock.ir.placement import Placement
 
 
@@ -34,7 +35,8 @@ class Schedule:
     rank 1  .   1F0 1B0 1F1 1B1
     """
 
-    orders: tuple[tuple[Action, ...], ...]
+    orders: Sequence[Order]
+    """The order of each rank: a tuple, or LazyOrders, which is equal to that tuple."""
     placement: Placement
     num_microbatches: int
     has_comms: bool = field(init=False, compare=False)
@@ -55,8 +57,13 @@ class Schedule:
                 f"orders is {orders!r}. Give an order for each rank; "
                 "a function that makes them must yield or return them."
             )
-        frozen = tuple(map(_freeze, orders))
-        kinds = {type(action) for order in frozen for action in order}
+        frozen: Sequence[Order]
+        kinds: set[type] = set()
+        if isinstance(orders, LazyOrders):
+            frozen = orders
+        else:
+            frozen = tuple(map(_freeze, orders))
+            kinds = {type(action) for order in frozen for action in order}
         _check(frozen, placement, num_microbatches, kinds)
         object.__setattr__(self, "orders", frozen)
         object.__setattr__(self, "placement", placement)
@@ -86,20 +93,23 @@ class Schedule:
     def verify(
         self,
         *,
+        rank: Rank | None = None,
         costs: Footprint | None = None,
         memory: float | Iterable[float] | None = None,
     ) -> None:
         """Raise a ScheduleError if the schedule cannot run; see `penstock.passes.verify`."""
         from penstock.passes.verification import verify
 
-        verify(self, costs=costs, memory=memory)
+        verify(self, rank=rank, costs=costs, memory=memory)
 
     @property
     def has_backward(self) -> bool:
         """True if the schedule trains; False if it is for inference only."""
+        # Ranks that do not agree are refused, so one of them is enough.
+        orders = self.orders[:1] if isinstance(self.orders, LazyOrders) else self.orders
         return any(
             not isinstance(part, Forward)
-            for order in self.orders
+            for order in orders
             for action in order
             for part in compute_parts(action)
         )
@@ -148,7 +158,7 @@ class Schedule:
         return format_grid(self)
 
 
-def _freeze(order: Iterable[Action]) -> tuple[Action, ...]:
+def _freeze(order: Iterable[Action]) -> Order:
     if not isinstance(order, Iterable):
         raise ScheduleError(
             f"The orders hold {order}, which is not an order. Give a list of actions for each rank."
@@ -156,7 +166,7 @@ def _freeze(order: Iterable[Action]) -> tuple[Action, ...]:
     return tuple(order)
 
 
-def _find_skips(orders: tuple[tuple[Action, ...], ...]) -> frozenset[Skip]:
+def _find_skips(orders: Sequence[Order]) -> frozenset[Skip]:
     skips = (
         action.message.skip
         for order in orders
@@ -166,7 +176,7 @@ def _find_skips(orders: tuple[tuple[Action, ...], ...]) -> frozenset[Skip]:
     return frozenset(skip for skip in skips if skip is not None)
 
 
-def _added_microbatches(order: tuple[Action, ...]) -> dict[StageId, list[MicrobatchId]]:
+def _added_microbatches(order: Order) -> dict[StageId, list[MicrobatchId]]:
     """Return, by stage, the microbatches whose weight gradients a rank adds, in order."""
     added: dict[StageId, list[MicrobatchId]] = {}
     for action in order:
@@ -182,7 +192,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _check(
-    orders: tuple[tuple[Action, ...], ...],
+    orders: Sequence[Order],
     placement: Placement,
     num_microbatches: int,
     kinds: set[type],

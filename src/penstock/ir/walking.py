@@ -27,7 +27,7 @@ def walk(schedule: Schedule, *, blocking: bool = False) -> Iterator[Visit]:
     """
     flow = Dataflow(schedule)
     by_send = schedule.has_comms
-    orders = schedule.orders
+    orders = tuple(schedule.orders)  # Indexed for every action: lazy orders would be slow.
     positions = [0] * len(orders)
     at_hand: set[Message] = set()
     missing: dict[Rank, Message] = {}  # The input that a rank waits for,

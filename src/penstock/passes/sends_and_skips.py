@@ -6,6 +6,7 @@ from penstock.errors import ScheduleError
 from penstock.ir import Action, Message, Recv, Schedule, Send, Skip
 from penstock.ir.action import COMM_TYPES
 from penstock.ir.dataflow import Dataflow, sent_by
+from penstock.ir.lazy_orders import Order
 from penstock.ir.message import Channel
 from penstock.passes.verification import verify
 
@@ -23,9 +24,24 @@ def add_sends(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Sche
     2F0
     """
     verify(schedule)
-    flow = Dataflow(schedule, {*schedule.skips, *_checked(skips, schedule.num_stages)})
-    present = {message for order in schedule.orders for message in sent_by(order)}
-    return schedule.with_orders(_with_sends(order, flow, present) for order in schedule.orders)
+    flow = flow_of_sends(schedule, skips)
+    return schedule.with_orders(with_sends(order, flow) for order in schedule.orders)
+
+
+def flow_of_sends(schedule: Schedule, skips: Iterable[tuple[int, int]]) -> Dataflow:
+    """Return the messages of a schedule that `add_sends` gives these skips."""
+    return Dataflow(schedule, {*schedule.skips, *_checked(skips, schedule.num_stages)})
+
+
+def with_sends(order: Order, flow: Dataflow) -> Iterator[Action]:
+    """Yield one rank's order as `add_sends` makes it; the schedule must be verified."""
+    present = set(sent_by(order))
+    for action in order:
+        if not isinstance(action, Recv):
+            yield action
+        for message in flow.made(action):
+            if flow.is_sent(message) and message not in present:
+                yield Send(message)
 
 
 def add_comms(schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Schedule:
@@ -73,19 +89,8 @@ def _checked(skips: Iterable[tuple[int, int]], num_stages: int) -> Iterator[Skip
         yield Skip(source, target)
 
 
-def _with_sends(
-    order: tuple[Action, ...], flow: Dataflow, present: set[Message]
-) -> Iterator[Action]:
-    for action in order:
-        if not isinstance(action, Recv):
-            yield action
-        for message in flow.made(action):
-            if flow.is_sent(message) and message not in present:
-                yield Send(message)
-
-
 def _with_receives(
-    order: tuple[Action, ...], flow: Dataflow, arriving: dict[Channel, Iterator[Message]]
+    order: Order, flow: Dataflow, arriving: dict[Channel, Iterator[Message]]
 ) -> Iterator[Action]:
     received: set[Message] = set()
     for action in order:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from penstock.ir import Action, Forward, Reshard, Schedule, StageId, Unshard
+from penstock.ir import Action, Forward, LazyOrders, Reshard, Schedule, StageId, Unshard
 from penstock.ir.action import compute_parts, parts
 
 
@@ -11,7 +11,10 @@ def keep_forwards(schedule: Schedule) -> Schedule:
 
     Where a stage is gathered for forwards, the gather stays, and so does the end of it.
     """
-    return schedule.with_orders(map(_forwards_and_gathers, schedule.orders))
+    orders = schedule.orders
+    if isinstance(orders, LazyOrders):
+        return schedule.with_orders(orders.reduced(_forwards_and_gathers))
+    return schedule.with_orders(map(_forwards_and_gathers, orders))
 
 
 def part_overlaps(schedule: Schedule) -> Schedule:

@@ -1,8 +1,9 @@
 """Prove that a schedule can run, before it does: complete, in order, free of deadlock."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.costs.footprint import Footprint
+from penstock.errors import ScheduleError
 from penstock.ir import (
     Backward,
     BackwardInput,
@@ -22,6 +23,7 @@ from penstock.passes.held_memory import (
     held_along,
     whole_shares,
 )
+from penstock.passes.local_proof import find_unproved, has_stamps
 from penstock.passes.message_rules import check_comms
 from penstock.passes.sharding_rules import check_sharding
 
@@ -29,10 +31,15 @@ from penstock.passes.sharding_rules import check_sharding
 def verify(
     schedule: Schedule,
     *,
+    rank: Rank | None = None,
     costs: Footprint | None = None,
     memory: float | Iterable[float] | None = None,
 ) -> None:
     """Raise a ScheduleError at the first rule that `schedule` breaks; time linear in its actions.
+
+    With `rank`, only the order of that rank is checked, against those of the ranks that it
+    exchanges messages with; if each rank checks its own, the whole schedule is checked. That takes
+    a schedule with stamps, such as all registered algorithms make; others are checked as a whole.
 
     1. Every action is on the rank of its stage, and occurs once.
     2. I or B comes after F, and W after I; nothing is missing. For inference, a schedule may have
@@ -47,22 +54,39 @@ def verify(
     6. No rank holds more than `memory` (one cap for all, or one for each) by the memory of `costs`;
        without `costs` the unit is a microbatch on all stages of a rank.
     """
-    check_orders(schedule)
-    for _ in walk(schedule):
-        pass
+    if rank is not None and rank not in range(schedule.num_ranks):
+        raise ScheduleError(
+            f"rank is {rank!r}. Expected a rank of the schedule: 0 to {schedule.num_ranks - 1}."
+        )
+    ranks: Sequence[Rank] = range(schedule.num_ranks) if rank is None else [rank]
+    if rank is not None and has_stamps(schedule):
+        _check_part(schedule, rank)
+    else:
+        check_orders(schedule)
+        for _ in walk(schedule):
+            pass
     if costs is not None:
         check_stages(schedule, costs)
     if memory is not None:
-        _check_memory(schedule, costs, memory)
+        _check_memory(schedule, costs, memory, ranks)
 
 
 def check_orders(schedule: Schedule) -> None:
     """Check rules 1 to 4, which do not need a walk through all ranks."""
-    _check_actions(schedule)
+    _check_actions(schedule, range(schedule.num_ranks))
     if schedule.has_comms:
         check_comms(schedule)
     if schedule.has_sharding:
         check_sharding(schedule)
+
+
+def _check_part(schedule: Schedule, rank: Rank) -> None:
+    """Check all rules for one rank of a schedule with stamps, which has compute actions only."""
+    _check_actions(schedule, [rank])
+    fault = find_unproved(schedule, rank)
+    if fault is not None:
+        verify(schedule)  # It shows the circle, if there is one.
+        raise fault
 
 
 class _Seen:
@@ -74,10 +98,10 @@ class _Seen:
         self.weights: set[int] = set()
 
 
-def _check_actions(schedule: Schedule) -> None:
+def _check_actions(schedule: Schedule, ranks: Sequence[Rank]) -> None:
     seen = _Seen()
-    for rank, order in enumerate(schedule.orders):
-        for position, action in enumerate(order):
+    for rank in ranks:
+        for position, action in enumerate(schedule.orders[rank]):
             if isinstance(action, Overlap) and action.forward.mb == action.backward.mb:
                 raise error_at(
                     schedule.orders,
@@ -89,7 +113,7 @@ def _check_actions(schedule: Schedule) -> None:
             for part in parts(action):
                 if (fault := _find_fault(schedule, rank, part, seen)) is not None:
                     raise error_at(schedule.orders, rank, position, *fault)
-    _check_complete(schedule, seen)
+    _check_complete(schedule, ranks, seen)
 
 
 def _find_fault(
@@ -157,15 +181,17 @@ def _does_and_needs(
     return (seen.weights,), seen.inputs
 
 
-def _check_complete(schedule: Schedule, seen: _Seen) -> None:
+def _check_complete(schedule: Schedule, ranks: Sequence[Rank], seen: _Seen) -> None:
     kinds = [(seen.forwards, "F"), (seen.inputs, "I"), (seen.weights, "W")]
     if not seen.inputs and not seen.weights:
         kinds = kinds[:1]  # Inference.
-    expected = schedule.num_stages * schedule.num_microbatches
+    m = schedule.num_microbatches
+    stages = [stage for stage, rank in enumerate(schedule.placement.ranks) if rank in ranks]
     for keys, kind in kinds:
-        if len(keys) < expected:
-            missing = next(key for key in range(expected) if key not in keys)
-            stage, mb = divmod(missing, schedule.num_microbatches)
+        if len(keys) < len(stages) * m:
+            every = (stage * m + mb for stage in stages for mb in range(m))
+            missing = next(key for key in every if key not in keys)
+            stage, mb = divmod(missing, m)
             rank = schedule.placement.ranks[stage]
             name = f"{stage}{kind}{mb}"
             if kind == "I" and missing not in seen.weights:
@@ -175,25 +201,28 @@ def _check_complete(schedule: Schedule, seen: _Seen) -> None:
                 rank,
                 len(schedule.orders[rank]),
                 f"{name} is missing",
-                f"Every stage needs a forward for each of the {schedule.num_microbatches} "
+                f"Every stage needs a forward for each of the {m} "
                 "microbatches and, if the schedule has backwards, B, or I and W. Add it.",
             )
 
 
 def _check_memory(
-    schedule: Schedule, costs: Footprint | None, memory: float | Iterable[float]
+    schedule: Schedule,
+    costs: Footprint | None,
+    memory: float | Iterable[float],
+    ranks: Sequence[Rank],
 ) -> None:
     if costs is None:
         costs = whole_shares(schedule)
     caps = cap_of_each_rank("memory", memory, schedule.num_ranks)
-    for rank, cap in enumerate(caps):
+    for rank in ranks:
         for position, held in enumerate(held_along(schedule, rank, costs)):
-            if held.during > cap * ROUNDING:
+            if held.during > caps[rank] * ROUNDING:
                 raise error_at(
                     schedule.orders,
                     rank,
                     position,
-                    f"the rank holds {held.during:g}, but its memory is {cap:g}",
+                    f"the rank holds {held.during:g}, but its memory is {caps[rank]:g}",
                     "Let fewer forwards run ahead, raise memory, "
                     "or use a schedule that holds less, such as V-Half or V-Min.",
                 )

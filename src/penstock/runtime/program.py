@@ -6,7 +6,7 @@ which weight gradient is a stage's last; and when a sent message has certainly b
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.ir import (
@@ -26,8 +26,10 @@ from penstock.ir import (
 )
 from penstock.ir.action import SingleCompute, compute_parts
 from penstock.ir.dataflow import Dataflow, sent_by
+from penstock.ir.lazy_orders import Order
 from penstock.ir.message import Channel
-from penstock.passes import add_sends
+from penstock.passes import verify
+from penstock.passes.sends_and_skips import flow_of_sends, with_sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Program:
     gathered: frozenset[StageId]
     """The stages for which the schedule says when parameters are gathered."""
     channels: frozenset[Channel]
-    """The channels of the whole schedule."""
+    """The channels that end at this rank."""
 
 
 def make_program(
@@ -78,41 +80,41 @@ def make_program(
 ) -> Program:
     """Make the program of `rank`; sends that the schedule lacks are added.
 
+    Only its order is used, and those of the ranks with which it exchanges messages.
+
     `skips` are the model's, including those between stages of one rank, where nothing is sent.
     The gradients of the rank's `sharded` stages are reduced once, after their last backward.
     """
-    lowered = add_sends(schedule, skips)
-    flow = Dataflow(lowered, skips)
-    arriving = {
-        sender: tuple(_sent_to(rank, order, flow))
-        for sender, order in enumerate(lowered.orders)
-        if sender != rank
+    verify(schedule, rank=rank)
+    sends = flow_of_sends(schedule, skips)
+    flow = Dataflow(schedule, skips)
+    order = tuple(with_sends(schedule.orders[rank], sends))
+    others = {
+        other: tuple(with_sends(schedule.orders[other], sends)) for other in sends.partners(rank)
     }
+    arriving = {sender: tuple(_sent_to(rank, theirs, flow)) for sender, theirs in others.items()}
+    arriving = {sender: messages for sender, messages in arriving.items() if messages}
     return Program(
         rank=rank,
         flow=flow,
-        entries=tuple(_entries(_with_frees_and_reductions(lowered.orders[rank], sharded), flow)),
-        arriving={sender: messages for sender, messages in arriving.items() if messages},
-        received_before=_acknowledgements(lowered, flow, rank),
-        gathered=frozenset(
-            action.stage for action in lowered.orders[rank] if isinstance(action, Unshard)
-        ),
+        entries=tuple(_entries(_with_frees_and_reductions(order, sharded), flow)),
+        arriving=arriving,
+        received_before=_acknowledgements(order, others, flow, rank),
+        gathered=frozenset(action.stage for action in order if isinstance(action, Unshard)),
         channels=frozenset(
-            flow.channel(message) for order in lowered.orders for message in sent_by(order)
+            [Channel(sender, rank) for sender in arriving] + list(map(flow.channel, sent_by(order)))
         ),
     )
 
 
-def _sent_to(receiver: Rank, order: tuple[Action, ...], flow: Dataflow) -> Iterator[Message]:
+def _sent_to(receiver: Rank, order: Order, flow: Dataflow) -> Iterator[Message]:
     """Yield the messages that go to one rank, in order."""
     for message in sent_by(order):
         if flow.channel(message).receiver == receiver:
             yield message
 
 
-def _with_frees_and_reductions(
-    order: tuple[Action, ...], sharded: Collection[StageId]
-) -> tuple[Action, ...]:
+def _with_frees_and_reductions(order: Order, sharded: Collection[StageId]) -> Order:
     """Free and reduce each sharded stage as early as can be, unless the order says when."""
     reduced = {action.stage for action in order if isinstance(action, ReduceGrads)}
     gathered = {action.stage for action in order if isinstance(action, Unshard)}
@@ -137,7 +139,7 @@ def _with_frees_and_reductions(
     )
 
 
-def _entries(order: tuple[Action, ...], flow: Dataflow) -> Iterator[Entry]:
+def _entries(order: Order, flow: Dataflow) -> Iterator[Entry]:
     computes = [part for action in order for part in compute_parts(action)]
     split = {(part.stage, part.mb) for part in computes if isinstance(part, BackwardInput)}
     last: dict[StageId, SingleCompute] = {
@@ -160,20 +162,22 @@ def _entries(order: tuple[Action, ...], flow: Dataflow) -> Iterator[Entry]:
 
 
 def _acknowledgements(
-    schedule: Schedule, flow: Dataflow, rank: Rank
+    order: Order, others: Mapping[Rank, Order], flow: Dataflow, rank: Rank
 ) -> dict[Message, tuple[Rank, int]]:
     """Return, for each message to `rank`, how many of ours its sender had received before.
+
+    `order` is that of `rank`, and `others` are those of the ranks that send it something.
 
     A rank acts in order, so everything that it waited for before a send has arrived. Thus sent
     tensors can be released without asking the backend; gloo does not know until it is waited for.
     """
     known: dict[Message, tuple[Rank, int]] = {}
-    for sender, order in enumerate(schedule.orders):
+    for sender, theirs in others.items():
         # Messages of a channel arrive in order: if one has arrived, so have those before it.
-        ours = _sent_to(sender, schedule.orders[rank], flow)
+        ours = _sent_to(sender, order, flow)
         place = {message: number for number, message in enumerate(ours, 1)}
         received = 0
-        for action in order:
+        for action in theirs:
             for message in flow.needed(action):
                 received = max(received, place.get(message, 0))
             if isinstance(action, Send) and flow.channel(action.message).receiver == rank:

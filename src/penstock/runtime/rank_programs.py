@@ -10,7 +10,7 @@ from penstock.runtime.program import Program, make_program
 class Programs:
     """A rank's programs for one schedule, given which of its stages are sharded.
 
-    All their channels are those of `training`.
+    Their channels are those of `training`.
     """
 
     def __init__(

@@ -15,8 +15,11 @@ Holds p + 1/2 microbatches: half a microbatch more than ZB-V, since an overlap h
         F down with B up, F up with B down
 """
 
-from penstock.ir import Action
+from functools import partial
+
+from penstock.ir import Action, LazyOrders
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, v_shape
+from penstock.schedules.stamping import by_place
 from penstock.schedules.writer import Writer
 
 
@@ -54,7 +57,7 @@ def _order(p: int, m: int, rank: int) -> list[Action]:
 
 def _orders(shape: Shape) -> Orders:
     p, m, _ = shape
-    return [_order(p, m, rank) for rank in range(p)]
+    return LazyOrders(p, partial(_order, p, m), by_place(per_rank=3, per_action=2))
 
 
 def _bubble(shape: Shape, times: Times) -> float:

@@ -8,8 +8,12 @@
 With several stages per rank, all microbatches go through a stage before the next stage's turn.
 """
 
-from penstock.ir import Forward
+from collections.abc import Iterator
+from functools import partial
+
+from penstock.ir import Forward, LazyOrders
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, loop
+from penstock.schedules.stamping import in_waves
 
 
 def _bubble(shape: Shape, times: Times) -> float:
@@ -19,10 +23,13 @@ def _bubble(shape: Shape, times: Times) -> float:
     return (p - 1) * hop + (v - 1) * max(0.0, p * hop - m * times.f / v) * (p > 1)
 
 
-def _orders(shape: Shape) -> Orders:
+def _order(shape: Shape, rank: int) -> Iterator[Forward]:
     p, m, v = shape
-    for rank in range(p):
-        yield [Forward(rank + turn * p, mb) for turn in range(v) for mb in range(m)]
+    return (Forward(stage, mb) for stage in range(rank, p * v, p) for mb in range(m))
+
+
+def _orders(shape: Shape) -> Orders:
+    return LazyOrders(shape.p, partial(_order, shape), in_waves(shape))
 
 
 forward_only = Generator(

@@ -6,16 +6,21 @@ rank 1     F0 F1 F2 .  .  B0 B1 B2
 rank 2        F0 F1 F2 B0 B1 B2
 """
 
-from penstock.ir import Backward, Forward
+from collections.abc import Iterator
+from functools import partial
+
+from penstock.ir import Action, Backward, Forward, LazyOrders
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape
+from penstock.schedules.stamping import in_waves
+
+
+def _order(m: int, rank: int) -> Iterator[Action]:
+    yield from (Forward(rank, mb) for mb in range(m))  # [1]
+    yield from (Backward(rank, mb) for mb in range(m))  # [2]
 
 
 def _orders(shape: Shape) -> Orders:
-    for rank in range(shape.p):
-        yield [
-            *(Forward(rank, mb) for mb in range(shape.m)),  # [1]
-            *(Backward(rank, mb) for mb in range(shape.m)),  # [2]
-        ]
+    return LazyOrders(shape.p, partial(_order, shape.m), in_waves(shape))
 
 
 gpipe = Generator(

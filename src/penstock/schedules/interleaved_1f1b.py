@@ -10,11 +10,15 @@ If p does not divide m, the rounds are larger, and as equal as possible, so that
 a larger round holds more memory.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 
-from penstock.ir import Action, Backward, Forward
+from penstock.ir import Action, Backward, Forward, LazyOrders
+from penstock.ir.lazy_orders import Order
 from penstock.schedules.alternation import alternate
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, loop
+from penstock.schedules.stamping import in_turn
 
 
 def rounds(shape: Shape) -> list[range]:
@@ -49,6 +53,46 @@ def interleave(shape: Shape, rank: int, *, per_rank: int, lead: int = 0) -> list
     return list(alternate(forwards, backwards, ahead=ahead))
 
 
+def interleaved_stamps(
+    shape: Shape, rank: int, order: Order, *, per_rank: int, lead: int = 0
+) -> Iterator[int]:
+    """Return the stamps of `rank`'s order, which `interleave` made; backwards may be split.
+
+    Each rank starts `per_rank` later than the one before it. A round that is smaller than p leaves
+    the places of the microbatches that it lacks empty, so that it can go through all ranks.
+    """
+    p, m, v = shape
+    round_of = [group for group in rounds(shape) for _ in group]
+    width = [max(len(group), p) for group in round_of]
+
+    def forward_place(stage: int, mb: int) -> int:
+        turn = stage // p
+        start = round_of[mb if turn else max(mb - lead, 0)].start
+        further = min(lead, m - round_of[mb].stop) if turn else 0
+        return v * start + turn * width[mb] + mb - start + further
+
+    def backward_place(stage: int, mb: int) -> int:
+        start = round_of[mb].start
+        return v * start + (v - 1 - stage // p) * width[mb] + mb - start
+
+    return in_turn(
+        order,
+        first=per_rank * rank,
+        ahead=(v - 1) * width[0] + per_rank * (p - 1 - rank) + 1 + lead,
+        forward_place=forward_place,
+        backward_place=backward_place,
+    )
+
+
+def interleaved_orders(shape: Shape, *, per_rank: int, lead: int = 0) -> LazyOrders:
+    """Return the orders of all ranks, with full backwards; see `interleave`."""
+    return LazyOrders(
+        shape.p,
+        partial(interleave, shape, per_rank=per_rank, lead=lead),
+        partial(interleaved_stamps, shape, per_rank=per_rank, lead=lead),
+    )
+
+
 def _bubble(shape: Shape, times: Times) -> float:
     p, _, v = shape
     return (p - 1) * times.total / v + 2 * (v * p - 1) * times.c
@@ -61,7 +105,7 @@ def _holds(shape: Shape, times: Times) -> bool:
 
 
 def _orders(shape: Shape) -> Orders:
-    return [interleave(shape, rank, per_rank=2) for rank in range(shape.p)]
+    return interleaved_orders(shape, per_rank=2)
 
 
 interleaved_1f1b = Generator(

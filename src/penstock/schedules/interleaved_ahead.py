@@ -12,7 +12,7 @@ the same clock, Megatron's order has p * c more. We do not know which order was 
 """
 
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, loop
-from penstock.schedules.interleaved_1f1b import forwards_ahead, interleave
+from penstock.schedules.interleaved_1f1b import forwards_ahead, interleaved_orders
 
 _LEAD = 1
 
@@ -29,7 +29,7 @@ def _holds(shape: Shape, times: Times) -> bool:
 
 
 def _orders(shape: Shape) -> Orders:
-    return [interleave(shape, rank, per_rank=2, lead=_LEAD) for rank in range(shape.p)]
+    return interleaved_orders(shape, per_rank=2, lead=_LEAD)
 
 
 interleaved_ahead = Generator(

@@ -6,14 +6,27 @@ divides m, and a v-th of ZB-H1's bubble. With one stage per rank it is ZB-H1. ar
     rank 1  .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 …
 """
 
+from collections.abc import Iterator
+from functools import partial
+
+from penstock.ir import Action, LazyOrders
 from penstock.schedules.alternation import delay_weights
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, loop
-from penstock.schedules.interleaved_1f1b import forwards_ahead, interleave
+from penstock.schedules.interleaved_1f1b import (
+    forwards_ahead,
+    interleave,
+    interleaved_stamps,
+)
+
+
+def _order(shape: Shape, rank: int) -> Iterator[Action]:
+    return delay_weights(interleave(shape, rank, per_rank=1), delay=rank)
 
 
 def _orders(shape: Shape) -> Orders:
-    for rank in range(shape.p):
-        yield delay_weights(interleave(shape, rank, per_rank=1), delay=rank)
+    return LazyOrders(
+        shape.p, partial(_order, shape), partial(interleaved_stamps, shape, per_rank=1)
+    )
 
 
 interleaved_zero_bubble = Generator(

@@ -8,18 +8,23 @@ All microbatches go through a stage before the next stage's turn, so that a stag
 needed without interruption: good with sharded data parallelism. Needs m >= p to keep ranks busy.
 """
 
-from penstock.ir import Backward, Forward
+from collections.abc import Iterator
+from functools import partial
+
+from penstock.ir import Action, Backward, Forward, LazyOrders
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, loop
+from penstock.schedules.stamping import in_waves
+
+
+def _order(shape: Shape, rank: int) -> Iterator[Action]:
+    p, m, v = shape
+    stages = range(rank, p * v, p)
+    yield from (Forward(stage, mb) for stage in stages for mb in range(m))
+    yield from (Backward(stage, mb) for stage in reversed(stages) for mb in range(m))
 
 
 def _orders(shape: Shape) -> Orders:
-    p, m, v = shape
-    for rank in range(p):
-        stages = range(rank, p * v, p)
-        yield [
-            *(Forward(stage, mb) for stage in stages for mb in range(m)),
-            *(Backward(stage, mb) for stage in reversed(stages) for mb in range(m)),
-        ]
+    return LazyOrders(shape.p, partial(_order, shape), in_waves(shape))
 
 
 looped_bfs = Generator(

@@ -8,9 +8,14 @@
 Delays add up: every p microbatches wait for one message to go down and up the ranks.
 """
 
-from penstock.ir import Backward, Forward
+from collections.abc import Iterator
+from functools import partial
+
+from penstock.ir import Action, Backward, Forward, LazyOrders
+from penstock.ir.lazy_orders import Order
 from penstock.schedules.alternation import alternate
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times
+from penstock.schedules.stamping import in_turn
 
 
 def _bubble(shape: Shape, times: Times) -> float:
@@ -20,12 +25,22 @@ def _bubble(shape: Shape, times: Times) -> float:
     return (p - 1) * times.total + (2 * (p - 1) * m / p + 2 * (p - 2)) * times.c
 
 
+def alternating_order(shape: Shape, rank: int) -> Iterator[Action]:
+    """Return the order of `rank`."""
+    forwards = [Forward(rank, mb) for mb in range(shape.m)]
+    backwards = [Backward(rank, mb) for mb in range(shape.m)]
+    return alternate(forwards, backwards, ahead=shape.p - rank)
+
+
+def alternating_stamps(shape: Shape, rank: int, order: Order) -> Iterator[int]:
+    """Return the stamps of `rank`'s order, whose backwards may be split."""
+    return in_turn(order, first=rank, ahead=shape.p - rank)
+
+
 def _orders(shape: Shape) -> Orders:
-    p, m, _ = shape
-    for rank in range(p):
-        forwards = [Forward(rank, mb) for mb in range(m)]
-        backwards = [Backward(rank, mb) for mb in range(m)]
-        yield alternate(forwards, backwards, ahead=p - rank)
+    return LazyOrders(
+        shape.p, partial(alternating_order, shape), partial(alternating_stamps, shape)
+    )
 
 
 one_f_one_b = Generator(

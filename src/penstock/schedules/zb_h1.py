@@ -6,9 +6,13 @@ rank 1     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
 rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 """
 
+from collections.abc import Iterator
+from functools import partial
+
+from penstock.ir import Action, LazyOrders
 from penstock.schedules.alternation import delay_weights
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times
-from penstock.schedules.one_f_one_b import one_f_one_b
+from penstock.schedules.one_f_one_b import alternating_order, alternating_stamps
 
 
 def _bubble(shape: Shape, times: Times) -> float:
@@ -20,9 +24,12 @@ def _holds(shape: Shape, times: Times) -> bool:
     return has_enough and 2 * times.c <= times.w <= min(times.f, times.i)
 
 
+def _order(shape: Shape, rank: int) -> Iterator[Action]:
+    return delay_weights(alternating_order(shape, rank), delay=rank)
+
+
 def _orders(shape: Shape) -> Orders:
-    for rank, order in enumerate(one_f_one_b.orders(shape)):
-        yield delay_weights(order, delay=rank)
+    return LazyOrders(shape.p, partial(_order, shape), partial(alternating_stamps, shape))
 
 
 zb_h1 = Generator(

@@ -8,9 +8,14 @@ arXiv:2401.10241 section 2.
     rank 2        F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 """
 
-from penstock.ir import Backward, Forward
+from collections.abc import Iterator
+from functools import partial
+
+from penstock.ir import Action, Backward, Forward, LazyOrders
+from penstock.ir.lazy_orders import Order
 from penstock.schedules.alternation import alternate, delay_weights
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times
+from penstock.schedules.stamping import in_turn
 
 
 def _bubble(shape: Shape, times: Times) -> float:
@@ -21,13 +26,19 @@ def _holds(shape: Shape, times: Times) -> bool:
     return shape.m >= 2 * shape.p - 1 and 2 * times.c <= times.w <= min(times.f, times.i)
 
 
+def _order(shape: Shape, rank: int) -> Iterator[Action]:
+    forwards = [Forward(rank, mb) for mb in range(shape.m)]
+    backwards = [Backward(rank, mb) for mb in range(shape.m)]
+    order = alternate(forwards, backwards, ahead=2 * (shape.p - rank) - 1)
+    return delay_weights(order, delay=2 * rank)
+
+
+def _stamps(shape: Shape, rank: int, order: Order) -> Iterator[int]:
+    return in_turn(order, first=2 * rank, ahead=2 * (shape.p - rank) - 1)
+
+
 def _orders(shape: Shape) -> Orders:
-    p, m, _ = shape
-    for rank in range(p):
-        forwards = [Forward(rank, mb) for mb in range(m)]
-        backwards = [Backward(rank, mb) for mb in range(m)]
-        order = alternate(forwards, backwards, ahead=2 * (p - rank) - 1)
-        yield delay_weights(order, delay=2 * rank)
+    return LazyOrders(shape.p, partial(_order, shape), partial(_stamps, shape))
 
 
 zb_h2 = Generator(
