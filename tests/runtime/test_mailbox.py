@@ -98,7 +98,7 @@ def test_next_message_is_posted_before_one_is_waited_for_and_all_sends_are_waite
 
     def main(group: LocalGroup) -> tuple[int, int, int]:
         comm = Watched(group.connect())
-        comm.open(make_program(schedule, 0).channels)
+        comm.open(make_program(schedule, comm.rank).channels)
         run_bare_steps(comm, schedule)
         return comm.num_sending, comm.num_posted, comm.most_posted
 

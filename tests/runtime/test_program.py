@@ -9,20 +9,22 @@ from hypothesis import strategies as st
 from test_custom_parts import random_schedule
 
 from fuzzing import IS_LONG, examples
-from penstock import Schedule
+from penstock import Schedule, schedules
 from penstock.ir import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
+    LazyOrders,
     Message,
     Placement,
     Send,
     Skip,
 )
 from penstock.ir.action import compute_parts, is_compute
+from penstock.ir.dataflow import Dataflow, sent_by
 from penstock.ir.message import Channel
-from penstock.passes import add_comms
+from penstock.passes import add_comms, add_sends
 from penstock.passes.backward_halves import join_backward
 from penstock.passes.simpler_orders import keep_forwards
 from penstock.runtime.program import Entry, Program, make_program
@@ -150,7 +152,44 @@ def _check_acknowledgements(schedule: Schedule, skips: Collection[Skip]) -> int:
     return total
 
 
-CHECKS = (_check_computes, _check_channels, _check_once, _check_acknowledgements)
+def _whole_program(schedule: Schedule, rank: int, skips: Collection[Skip]) -> list[object]:
+    """What a program has of each kind, taken from the orders of all ranks with their sends."""
+    lowered = add_sends(schedule, skips)
+    flow = Dataflow(lowered, skips)
+    arriving: dict[int, list[Message]] = {}
+    received: dict[Message, tuple[int, int]] = {}
+    for sender, order in enumerate(lowered.orders):
+        ours = [m for m in sent_by(lowered.orders[rank]) if flow.receiver(m) == sender]
+        arrived = 0
+        for action in order:
+            arrived = max([arrived, *(ours.index(m) + 1 for m in flow.needed(action) if m in ours)])
+            if isinstance(action, Send) and flow.receiver(action.message) == rank:
+                arriving.setdefault(sender, []).append(action.message)
+                received[action.message] = sender, arrived
+    channels = {flow.channel(message) for order in lowered.orders for message in sent_by(order)}
+    return [
+        list(lowered.orders[rank]),
+        {sender: tuple(messages) for sender, messages in arriving.items()},
+        received,
+        {channel for channel in channels if rank in channel},
+    ]
+
+
+def _check_as_a_whole(schedule: Schedule, skips: Collection[Skip]) -> None:
+    """A program made of the orders of a rank and its partners is that made of all orders."""
+    for rank, program in enumerate(_programs(schedule, skips)):
+        actions = [entry.action for entry in program.entries]
+        found = [actions, program.arriving, program.received_before, program.channels]
+        assert _whole_program(schedule, rank, skips) == found
+
+
+CHECKS = (
+    _check_computes,
+    _check_channels,
+    _check_once,
+    _check_acknowledgements,
+    _check_as_a_whole,
+)
 
 
 @every_schedule
@@ -295,6 +334,43 @@ def test_what_skips_stages_is_sent_after_what_goes_to_the_next_one() -> None:
     assert {0: expected} == second.arriving
     # Rank 0 has received both activations of rank 1 before it sends a gradient.
     assert [(0, 0), (0, 0), (0, 2), (0, 2)] == [second.received_before[key] for key in expected]
+
+
+@pytest.mark.parametrize("skips", [[], [Skip(3, 12)]], ids=["plain", "with a skip"])
+@pytest.mark.parametrize("name", schedules.names())
+def test_program_needs_only_the_orders_of_the_ranks_that_exchange_messages(
+    name: str, skips: list[Skip]
+) -> None:
+    whole = schedules.get(name)(num_ranks=8, num_microbatches=16)
+    orders = whole.orders
+    assert isinstance(orders, LazyOrders)
+    for rank in range(8):
+        asked: set[int] = set()
+        schedule = whole.with_orders(
+            LazyOrders(
+                8,
+                lambda other: (asked.add(other), orders[other])[1],  # noqa: B023 (used in the loop)
+                lambda other, order: orders.stamps_of(other),
+            )
+        )
+        used = [skip for skip in skips if skip.target < whole.num_stages]
+        program = make_program(schedule, rank, used)
+        partners = {end for channel in program.channels for end in channel}
+        assert partners | {rank} == asked
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_program_of_a_rank_in_the_middle_does_not_grow_with_the_number_of_ranks(name: str) -> None:
+    sizes = set()
+    for p in (8, 32):
+        program = make_program(schedules.get(name)(num_ranks=p, num_microbatches=64), p // 2)
+        arriving = sorted(map(len, program.arriving.values()))
+        actions = [task.action for entry in program.entries for task in entry.tasks]
+        num_sent = len(list(_sent(program)))
+        num_forwards = sum(isinstance(action, Forward) for action in actions)
+        num_weights = sum(isinstance(action, Backward | BackwardWeight) for action in actions)
+        sizes.add((*arriving, num_sent, num_forwards, num_weights, len(program.channels)))
+    assert 1 == len(sizes)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def run(schedule: Schedule, open_channels: Open = open_as_one) -> list[int]:
 
     def main(group: LocalGroup) -> int:
         comm = StandInComm(group, pairs)
-        open_channels(comm, make_program(schedule, 0).channels)
+        open_channels(comm, make_program(schedule, comm.rank).channels)
         run_bare_steps(comm, schedule)
         return len(comm.ends)
 
@@ -66,11 +66,12 @@ def test_channels_are_those_that_messages_take(name: str) -> None:
 
         def main(group: LocalGroup, orders: Schedule = orders, used: Pairs = used) -> None:
             comm = StandInComm(group, used)
-            comm.open(make_program(orders, 0).channels)
+            comm.open(make_program(orders, comm.rank).channels)
             run_bare_steps(comm, orders)
 
         local_ranks(4, main)
-        assert used.keys() == make_program(orders, 0).channels
+        named = [make_program(orders, rank).channels for rank in range(4)]
+        assert used.keys() == frozenset().union(*named)
         assert all(pair.num_delivered > 1 for pair in used.values())
 
 
@@ -87,7 +88,7 @@ def test_rank_among_many_has_communicators_for_its_neighbours_only(
 
     def main(group: LocalGroup) -> int:
         comm = StandInComm(group, pairs)
-        comm.open(make_program(schedule, 0).channels)
+        comm.open(make_program(schedule, comm.rank).channels)
         return len(comm.ends)
 
     assert expected == local_ranks(64, main)

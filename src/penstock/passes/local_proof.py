@@ -13,7 +13,7 @@ Values that skip stages add none: see `Dataflow`.
 from collections.abc import Iterable
 
 from penstock.errors import ScheduleError
-from penstock.ir import BackwardWeight, Forward, LazyOrders, Message, Rank, Schedule
+from penstock.ir import BackwardWeight, Forward, LazyOrders, Rank, Schedule
 from penstock.ir.action import compute_parts
 from penstock.ir.dataflow import Dataflow
 from penstock.ir.excerpts import error_at
@@ -40,37 +40,39 @@ def find_unproved(schedule: Schedule, rank: Rank) -> ScheduleError | None:
     flow = Dataflow(schedule)
     order = orders[rank]
     partners = flow.partners(rank)
-    made = _stamps_of_messages(orders, [rank, *partners])
+    made = _stamps_of_makers(orders, [rank, *partners])
     previous: int | None = None
     for position, (action, stamp) in enumerate(zip(order, orders.stamps_of(rank), strict=True)):
         if isinstance(action, BackwardWeight):
             continue
-        wrong = ""
+        late = ""
         if previous is not None and stamp <= previous:
-            wrong = f"{action} has stamp {stamp}, but the action before it has {previous}"
+            late = f"the action before it has {previous}"
         for message in flow.needed(action):
-            before = made.get(_maker(message))
-            if before is None or before >= stamp:
-                maker = f"stage {message.maker} on rank {flow.sender(message)}"
-                wrong = (
-                    f"{action} has stamp {stamp}, but {maker}, which makes the {message.kind} that "
-                    f"it needs, has {'none' if before is None else before}"
+            before = made.get((message.is_gradient, message.maker, message.mb))
+            if not late and (before is None or before >= stamp):
+                late = (
+                    f"stage {message.maker} on rank {flow.sender(message)}, which makes the "
+                    f"{message.kind} that it needs, has {'none' if before is None else before}"
                 )
-        if wrong:
+        if late:
+            wrong = f"{action} has stamp {stamp}, but {late}"
             return error_at(orders, rank, position, wrong, _RULE)
         previous = stamp
     for other in partners:
         if _has_backward(order) != _has_backward(orders[other]):
-            return error_at(
-                orders, rank, len(order), f"of ranks {rank} and {other}, one has backwards", _RULE
-            )
+            wrong = f"of ranks {rank} and {other}, one has backwards"
+            return error_at(orders, rank, len(order), wrong, _RULE)
     return None
 
 
-def _stamps_of_messages(
+def _stamps_of_makers(
     orders: LazyOrders, ranks: Iterable[Rank]
 ) -> dict[tuple[bool, int, int], int]:
-    """Return the stamps of what these ranks compute, by `_maker` of the messages that it makes."""
+    """Return the stamps of what these ranks compute: whether it is a backward, stage, microbatch.
+
+    That also says which messages it makes.
+    """
     return {
         (not isinstance(part, Forward), part.stage, part.mb): stamp
         for rank in ranks
@@ -78,10 +80,6 @@ def _stamps_of_messages(
         if not isinstance(action, BackwardWeight)
         for part in compute_parts(action)
     }
-
-
-def _maker(message: Message) -> tuple[bool, int, int]:
-    return message.is_gradient, message.maker, message.mb
 
 
 def _has_backward(order: Order) -> bool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.comm import AbstractComm, check_agreement
+from penstock.comm import AbstractComm
 from penstock.comm.pipelines_together import Peers
 from penstock.errors import RecordError, StageError
 from penstock.ir import Action, Schedule, StageId
@@ -42,7 +42,6 @@ from penstock.runtime.pipeline_checks import (
     check_takes_weights,
     check_timeout,
 )
-from penstock.runtime.rank_facts import RankFacts
 from penstock.runtime.recording.recorded_block import active_run
 from penstock.runtime.recording.recorder import Recorder
 from penstock.runtime.step_runner import StepRunner
@@ -448,13 +447,12 @@ class Pipeline(Sealed):
         own = {
             "num_stages": self._first.num_stages,
             "num_microbatches": self.num_microbatches,
-            "schedule": self._runner.describe_schedule(),
             "loss_fn": "none" if self._settings.loss_fn is None else "given",
             "the cut": self._first.cut or "none",
             "record": bool(self._recorders),
         }
-        ranks = comm.gather(RankFacts.of(self._stages, own))
-        check_agreement([rank.named for rank in ranks])
+        ranks = comm.gather(self._runner.facts(own))
+        self._runner.agree(comm, ranks)
         is_reduced = any(rank.is_reduced for rank in ranks)
         if self._has_backward and self.scale_grads and self._holds_last and is_reduced:
             check_replicas_are_known(self._replicas)

@@ -1,11 +1,13 @@
 """Facts about their stages that ranks exchange when they first meet, and checks of them."""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import AgreementError
-from penstock.ir import Schedule, Skip, StageId
+from penstock.ir import LazyOrders, Rank, Schedule, Skip, StageId
+from penstock.passes.sends_and_skips import flow_of_sends
 from penstock.runtime.tied_parameters import Claim, claim
 from penstock.stage import PipelineStage
 
@@ -44,11 +46,19 @@ class RankFacts:
     claims: list[Claim]
     """The parameters that are tied to those of other stages."""
     skips: RankSkips
+    orders: dict[Rank, str]
+    """Digests of its own order and of those of its partners, if it knows only these."""
 
     @classmethod
-    def of(cls, stages: Mapping[StageId, PipelineStage], named: dict[str, Any]) -> "RankFacts":
+    def of(
+        cls,
+        stages: Mapping[StageId, PipelineStage],
+        named: dict[str, Any],
+        orders: dict[Rank, str],
+    ) -> "RankFacts":
         """Collect the facts of the stages that a rank holds."""
         return cls(
+            orders=orders,
             named=named,
             held=sorted(stages),
             is_dynamic=any(stage.dynamic_shapes for stage in stages.values()),
@@ -56,6 +66,42 @@ class RankFacts:
             claims=claim(stages),
             skips=RankSkips.of(stages.values()),
         )
+
+
+def digest_orders(schedule: Schedule, rank: Rank, skips: Iterable[Skip]) -> dict[Rank, str]:
+    """Return digests of the orders and stamps of `rank` and of its partners.
+
+    `skips` are those of its own stages; their other ends are among the partners.
+    """
+    orders = schedule.orders
+    assert isinstance(orders, LazyOrders)
+    known = [rank, *flow_of_sends(schedule, skips).partners(rank)]
+    return {other: _digest([*orders[other], *orders.stamps_of(other)]) for other in known}
+
+
+def describe_part(schedule: Schedule) -> str:
+    """Return what ranks must agree on if each knows only its part, apart from the orders."""
+    return (
+        f"placement {_digest(schedule.placement.ranks)}, {schedule.num_microbatches} microbatches"
+    )
+
+
+def describe_whole(schedule: Schedule) -> str:
+    """Return what ranks must agree on if each knows all orders."""
+    return f"{schedule!r} with orders {_digest(schedule.to_csv().splitlines())}"
+
+
+def have_same_orders(ranks: Sequence[RankFacts]) -> bool:
+    """Return whether each rank runs the order that its partners expect of it."""
+    return all(
+        digest == ranks[other].orders.get(other)
+        for facts in ranks
+        for other, digest in facts.orders.items()
+    )
+
+
+def _digest(values: Iterable[Any]) -> str:
+    return hashlib.sha256(",".join(map(str, values)).encode()).hexdigest()[:8]
 
 
 def check_skips(given: Sequence[RankSkips], schedule: Schedule) -> frozenset[Skip]:

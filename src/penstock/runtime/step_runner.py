@@ -1,13 +1,14 @@
 """Run the steps of a pipeline: with their programs and observers, and the next schedule."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from penstock.comm import AbstractComm, LocalGroup
+from penstock.comm import AbstractComm, LocalGroup, check_agreement
 from penstock.errors import StageError
-from penstock.ir import Message, Schedule, Skip, StageId
+from penstock.ir import Message, Rank, Schedule, Skip, StageId
 from penstock.ir.action import in_words
 from penstock.microbatches.loss_weights import LossWeights
+from penstock.passes.local_proof import has_stamps
 from penstock.runtime.auto.auto_pilot import AutoPilot
 from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
 from penstock.runtime.losses import Losses
@@ -20,7 +21,15 @@ from penstock.runtime.pipeline_checks import (
     check_shared_modules,
     check_wrapped_early,
 )
-from penstock.runtime.rank_facts import RankFacts, check_skips
+from penstock.runtime.rank_facts import (
+    RankFacts,
+    RankSkips,
+    check_skips,
+    describe_part,
+    describe_whole,
+    digest_orders,
+    have_same_orders,
+)
 from penstock.runtime.rank_programs import Programs
 from penstock.runtime.recording.recorder import Recorder
 from penstock.runtime.step import Step
@@ -70,12 +79,38 @@ class StepRunner:
             )
         return self._schedule
 
-    def describe_schedule(self) -> str:
-        """Return a description of the schedule, which must be the same on all ranks."""
+    def facts(self, named: dict[str, Any]) -> RankFacts:
+        """Return the facts of this rank; the schedule is added to the named ones."""
+        orders: dict[Rank, str] = {}
         if self._pilot is not None:
-            return self._pilot.options
-        digest = hashlib.sha256(self.schedule.to_csv().encode()).hexdigest()[:8]
-        return f"{self.schedule!r} with orders {digest}"
+            described = self._pilot.options
+        elif has_stamps(self.schedule):
+            skips = RankSkips.of(self._stages.values()).all
+            orders = digest_orders(self.schedule, self._first.group_rank, skips)
+            described = describe_part(self.schedule)
+        else:
+            described = describe_whole(self.schedule)
+        return RankFacts.of(self._stages, {**named, "schedule": described}, orders)
+
+    def agree(self, comm: AbstractComm, ranks: Sequence[RankFacts]) -> None:
+        """Raise an error unless all ranks were given the same.
+
+        If parts of the schedule differ, or some ranks know only their part and others the whole,
+        all ranks compare the whole.
+        """
+        named = [rank.named for rank in ranks]
+        descriptions = {rank.named["schedule"] for rank in ranks}
+        has_parts = any(rank.orders for rank in ranks)
+        if has_parts and (len(descriptions) > 1 or not have_same_orders(ranks)):
+            whole = (
+                self._pilot.options if self._pilot is not None else describe_whole(self.schedule)
+            )
+            texts = comm.gather(whole)
+            named = [{**one, "schedule": text} for one, text in zip(named, texts, strict=True)]
+            check_agreement(named)
+            self.schedule.verify()  # What others proved by stamps need not hold for ours.
+        else:
+            check_agreement(named)
 
     def meet(self, comm: AbstractComm, ranks: Sequence[RankFacts]) -> None:
         """Learn what the other ranks were given, and open the channels to them."""

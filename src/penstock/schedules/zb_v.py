@@ -14,11 +14,20 @@ The construction is for m >= 2p - 1. For fewer microbatches the rest are left ou
 gaps are squeezed out; constructing it then still takes the time for 2p - 1 microbatches.
 """
 
-from penstock.ir import Action
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from penstock.ir import Action, LazyOrders
 from penstock.ir.action import compute_parts
-from penstock.schedules.building_block import squeeze
+from penstock.ir.lazy_orders import Order
+from penstock.schedules.building_block import squeezed
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, v_shape
+from penstock.schedules.stamping import by_place
 from penstock.schedules.writer import Writer
+
+if TYPE_CHECKING:
+    from penstock.schedules.squeezing import Layout
 
 
 def _order(p: int, m: int, rank: int) -> list[Action]:
@@ -55,11 +64,21 @@ def _add_passes_up(writer: Writer, up: int) -> None:
 
 def _orders(shape: Shape) -> Orders:
     p, m, _ = shape
-    wanted = max(m, 2 * p - 1)
-    orders = [_order(p, wanted, rank) for rank in range(p)]
-    if wanted == m:
-        return orders
-    return squeeze(shape, [[a for a in order if compute_parts(a)[0].mb < m] for order in orders])
+    in_turn = by_place(per_rank=1, per_action=1)
+    if m >= 2 * p - 1:
+        return LazyOrders(p, partial(_order, p, m), in_turn)
+
+    def lay_out(rank: int) -> "Layout":
+        from penstock.schedules.squeezing import layout_of
+
+        return layout_of(shape, (a for a in full[rank] if compute_parts(a)[0].mb < m))
+
+    def stamps(rank: int, order: Order) -> Iterator[int]:
+        known = dict(zip(full[rank], in_turn(rank, full[rank]), strict=True))
+        return (known[action] for action in order)
+
+    full = LazyOrders(p, partial(_order, p, 2 * p - 1), in_turn)
+    return squeezed(shape, lay_out, stamps)
 
 
 def _holds(shape: Shape, times: Times) -> bool:
