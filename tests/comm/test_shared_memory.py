@@ -19,9 +19,9 @@ from penstock.comm.shared_memory import Listener, SharedMemoryLink, connect
 Ends = tuple[SharedMemoryLink, SharedMemoryLink]
 
 
-def make_ends(*families: WeakSet[SharedMemoryLink]) -> Ends:
+def make_ends(*backlogged: WeakSet[SharedMemoryLink]) -> Ends:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return SharedMemoryLink(left, families[0]), SharedMemoryLink(right, families[1])
+    return SharedMemoryLink(left, backlogged[0]), SharedMemoryLink(right, backlogged[1])
 
 
 @pytest.fixture
@@ -125,9 +125,9 @@ def test_sender_that_waits_gets_rid_of_what_the_socket_had_no_room_for(ends: End
 
 def test_who_waits_for_one_process_sends_what_another_had_no_room_for() -> None:
     """Three ranks: 0 waits for 2, which waits for 1, which waits for all that 0 has sent."""
-    families = [WeakSet[SharedMemoryLink]() for _ in range(3)]
-    zero_to_one, one_to_zero = make_ends(families[0], families[1])
-    zero_to_two, two_to_zero = make_ends(families[0], families[2])
+    backlogged = [WeakSet[SharedMemoryLink]() for _ in range(3)]
+    zero_to_one, one_to_zero = make_ends(backlogged[0], backlogged[1])
+    zero_to_two, two_to_zero = make_ends(backlogged[0], backlogged[2])
     count, like = 2000, torch.empty(1, dtype=torch.int64)
 
     def run_one() -> None:
@@ -137,11 +137,25 @@ def test_who_waits_for_one_process_sends_what_another_had_no_room_for() -> None:
 
     for number in range(count):
         zero_to_one.send(torch.tensor([number]))
+    assert [zero_to_one] == list(backlogged[0])
     thread = threading.Thread(target=run_one)
     thread.start()
     receive(zero_to_two, like)
     thread.join(HANG_S)
     assert not thread.is_alive()
+
+
+def test_links_without_a_backlog_take_no_time_while_others_wait() -> None:
+    """Each wait went through the links to all ranks of the machine."""
+    backlogged = WeakSet[SharedMemoryLink]()
+    ends = [make_ends(backlogged, WeakSet()) for _ in range(3)]
+    for here, there in ends:
+        here.send(torch.ones(3))
+        there.send(torch.ones(3))
+        receive(here, torch.ones(3))
+        with pytest.raises(TimeoutError):
+            here.recv(torch.ones(3)).wait(0.01)
+    assert [] == list(backlogged)
 
 
 def test_arenas_stay_small_though_each_message_is_larger_than_all_before(ends: Ends) -> None:

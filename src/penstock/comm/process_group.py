@@ -194,12 +194,12 @@ class ProcessGroupComm(AbstractComm):
         self, listener: shared_memory.Listener, names: dict[Rank, bytes]
     ) -> None:
         """Make links to the processes that listen under these names; one of each pair connects."""
-        family: WeakSet[SharedMemoryLink] = WeakSet()
+        backlogged: WeakSet[SharedMemoryLink] = WeakSet()
         deadline_s = time.monotonic() + self._timeout_s
         for rank, name in names.items():
             if rank < self.rank:
                 connection = shared_memory.connect(name, self.rank, self._timeout_s)
-                self._links[rank] = SharedMemoryLink(connection, family)
+                self._links[rank] = SharedMemoryLink(connection, backlogged)
         while missing := [rank for rank in names if rank not in self._links]:
             try:
                 rank, connection = listener.accept(max(deadline_s - time.monotonic(), 0.001))
@@ -207,7 +207,7 @@ class ProcessGroupComm(AbstractComm):
                 raise self._failures.explain(
                     exc, f"{_name(missing)} to connect", self._timeout_s
                 ) from exc
-            self._links[rank] = SharedMemoryLink(connection, family)
+            self._links[rank] = SharedMemoryLink(connection, backlogged)
         listener.close()
 
 

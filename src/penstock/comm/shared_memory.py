@@ -62,18 +62,18 @@ class _Slot(NamedTuple):
 class SharedMemoryLink(AbstractLink):
     """One end of a connection to another process; `connection` is a SEQPACKET socket.
 
-    While waiting, a link also sends packets that the sockets of its `family` had no room for:
-    another rank may be waiting for them.
+    While waiting, a link also sends packets that other links' sockets had no room for: another rank
+    may be waiting for them. The links of a process share `backlogged`, the set of those links, so
+    that the others, to ranks that this one has no messages for, take no time.
     """
 
     copies = True
 
     def __init__(
-        self, connection: socket.socket, family: "weakref.WeakSet[SharedMemoryLink]"
+        self, connection: socket.socket, backlogged: "weakref.WeakSet[SharedMemoryLink]"
     ) -> None:
         connection.setblocking(False)
-        self._family = family
-        family.add(self)
+        self._backlogged = backlogged
         self._socket = connection
         self._outgoing = _Outgoing()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
@@ -127,6 +127,7 @@ class SharedMemoryLink(AbstractLink):
                 else:
                     self._socket.send(packet)
             except BlockingIOError:
+                self._backlogged.add(self)
                 return
             self._unsent.popleft()
             _close_all(files)
@@ -163,15 +164,17 @@ class SharedMemoryLink(AbstractLink):
             return _Packet(*_PACKET.unpack(data)), files
 
     def sleep(self, deadline_s: float, events: int) -> None:
-        """Sleep until one of the events happens here, or a link of the family can send again."""
+        """Sleep until one of the events happens here, or a backlogged link can send again."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("no message was sent or received in time")
         poll = select.poll()
         poll.register(self._socket, events)
-        for link in self._family:
+        for link in list(self._backlogged):
             link.flush()
-            if link._unsent:
+            if not link._unsent:
+                self._backlogged.discard(link)
+            else:
                 poll.register(link._socket, select.POLLOUT | (events if link is self else 0))
         poll.poll(min(left_s, _LONGEST_SLEEP_S) * 1000)
 
