@@ -2,7 +2,8 @@
 
 Sizes are run in turn, round after round, and the medians over the rounds are compared: ten times
 the actions should take ten times as long. The largest runs once, in a process of its own, so that
-its memory can be told. The baseline is torch's own simulation of a schedule's communication.
+its memory can be told; so does the part of one rank. The baseline is torch's own simulation of a
+schedule's communication.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
+import one_rank
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -32,6 +34,7 @@ from penstock.passes import add_comms
 GROWTH_LIMIT = 1.1  # Time may grow by this factor more than the number of actions.
 MILLION_LIMIT_S, MILLION_LIMIT_GIB = 30.0, 4.0
 MILLION = (256, 2048)
+ONE_RANK_LIMIT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def time_once(size: Size) -> Times:
     gc.collect()
     watch = [time.perf_counter()]
     schedule = size.make()
+    list(schedule.orders)  # They are made when they are asked for.
     watch.append(time.perf_counter())
     schedule.verify()
     watch.append(time.perf_counter())
@@ -127,6 +131,44 @@ def run_million() -> None:
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     actions = size.make().num_actions
     print(json.dumps({**asdict(times), "actions": actions, "peak_gib": peak_gib}))
+
+
+def measure_one_rank() -> list[dict]:
+    """The first, middle and last rank of each algorithm, each in a process of its own."""
+    found = []
+    p, _ = one_rank.SIZE
+    for name in track(penstock.schedules.names(), "one rank", console=Console(stderr=True)):
+        for rank in (0, p // 2, p - 1):
+            command = [sys.executable, one_rank.__file__, name, str(rank)]
+            output = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=600
+            )
+            found.append(json.loads(output.stdout))
+    return found
+
+
+def one_rank_table(rows: list[dict]) -> Table:
+    p, m = one_rank.SIZE
+    table = Table(title=f"4 one rank's part, p={p}, m={m} (processor time)")
+    columns = ("schedule", "rank", "actions", "verify", "program", "all", "process", "traced")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            str(row["rank"]),
+            f"{row['actions']:,}",
+            f"{row['verify_s']:.2f} s",
+            f"{row['program_s']:.2f} s",
+            f"{total_s(row):.2f} s",
+            f"{row['process_mib']:.0f} MiB",
+            f"{row['traced_mib']:.0f} MiB",
+        )
+    return table
+
+
+def total_s(row: dict) -> float:
+    return row["construct_s"] + row["verify_s"] + row["program_s"]
 
 
 def measure_against_torch(rounds: int) -> list[dict[str, object]]:
@@ -204,7 +246,9 @@ def growth_table(title: str, rows: list[dict]) -> Table:
     return table
 
 
-def find_excesses(growths: dict[str, list[dict]], million: dict[str, float]) -> list[str]:
+def find_excesses(
+    growths: dict[str, list[dict]], million: dict[str, float], parts: list[dict]
+) -> list[str]:
     """What is over its limit."""
     found = [
         f"growth {title}, to p={row['p']}, m={row['m']}: "
@@ -218,6 +262,11 @@ def find_excesses(growths: dict[str, list[dict]], million: dict[str, float]) -> 
         found.append(f"a million actions took {total_s:.1f} s")
     if million["peak_gib"] > MILLION_LIMIT_GIB:
         found.append(f"a million actions took {million['peak_gib']:.1f} GiB")
+    found += [
+        f"rank {row['rank']} of {row['name']} took {total_s(row):.1f} s"
+        for row in parts
+        if total_s(row) > ONE_RANK_LIMIT_S
+    ]
     return found
 
 
@@ -246,14 +295,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each size (default 7)")
     parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--one-rank", action="store_true", help="only the parts of one rank")
     parser.add_argument("--million", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.million:
         run_million()
         return
+    if args.one_rank:
+        Console(width=110).print(one_rank_table(measure_one_rank()))
+        return
     million = measure_million()
     growths = measure_growth(args.rounds)
     against_torch = measure_against_torch(args.rounds)
+    parts = measure_one_rank()
 
     console = Console(width=110)
     for title, rows in growths.items():
@@ -266,6 +320,7 @@ def main() -> None:
         f"{million['peak_gib']:.2f} GiB (limit {MILLION_LIMIT_GIB:.0f})"
     )
     console.print(torch_table(against_torch))
+    console.print(one_rank_table(parts))
     if args.save:
         record = {
             "torch": version("torch"),
@@ -276,9 +331,10 @@ def main() -> None:
             "growth": growths,
             "million": million,
             "against_torch": against_torch,
+            "one_rank": parts,
         }
         args.save.write_text(json.dumps(record, indent=1) + "\n")
-    for excess in find_excesses(growths, million):
+    for excess in find_excesses(growths, million, parts):
         console.print(f"[red]over the limit: {excess}[/red]")
 
 

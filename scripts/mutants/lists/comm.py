@@ -59,9 +59,20 @@ MUTANTS = [
     ),
     (
         "comm/shared_memory.py",
-        "            except BlockingIOError:\n                return\n",
-        "            except BlockingIOError:\n                self._unsent.popleft()\n"
-        "                return\n",
+        "                self._backlogged.add(self)\n",
+        "                self._unsent.popleft()\n",
+        SHARED,
+    ),
+    (
+        "comm/shared_memory.py",
+        "                self._backlogged.add(self)\n",
+        "",
+        SHARED,
+    ),
+    (  # Links that have sent all would take time in every wait.
+        "comm/shared_memory.py",
+        "self._backlogged = backlogged\n",
+        "self._backlogged = backlogged\n        backlogged.add(self)\n",
         SHARED,
     ),
     (

@@ -4,8 +4,25 @@ VERIFY = "tests/passes/test_verification.py"
 MEMORY = "tests/passes/test_held_memory.py"
 GATHERS = "tests/passes/test_gathering.py"
 SHARDING = "tests/passes/test_sharding_rules.py"
+PROVED = "tests/passes/test_local_proof.py"
 TESTS = "tests/passes/test_backward_halves.py"
 MUTANTS = [
+    # One rank's part.
+    ("passes/local_proof.py", "stamp <= previous:", "stamp < previous:", PROVED),
+    ("passes/local_proof.py", "before >= stamp", "before > stamp", PROVED),
+    (
+        "passes/local_proof.py",
+        "if _has_backward(order) != _has_backward(orders[other]):",
+        "if False:",
+        PROVED,
+    ),
+    ("passes/local_proof.py", "        previous = stamp\n", "", PROVED),
+    (
+        "passes/verification.py",
+        "        verify(schedule)  # It shows",
+        "        # It shows",
+        PROVED,
+    ),
     # Verification: what an action may be.
     (
         "passes/verification.py",
@@ -86,7 +103,7 @@ MUTANTS = [
     ("passes/verification.py", ', (seen.weights, "W")]', "]", VERIFY),
     (
         "passes/verification.py",
-        "stage, mb = divmod(missing, schedule.num_microbatches)",
+        "stage, mb = divmod(missing, m)",
         "stage, mb = divmod(missing, schedule.num_stages)",
         VERIFY,
     ),
@@ -107,7 +124,7 @@ MUTANTS = [
     ("passes/verification.py", "for _ in walk(schedule):", "for _ in ():", VERIFY),
     ("passes/verification.py", "        check_stages(schedule, costs)", "        pass", MEMORY),
     ("passes/verification.py", "if held.during > cap", "if held.after > cap", MEMORY),
-    ("passes/verification.py", "> cap * ROUNDING:", "> cap:", MEMORY),
+    ("passes/verification.py", "> caps[rank] * ROUNDING:", "> caps[rank]:", MEMORY),
     # Memory.
     ("passes/held_memory.py", "1 / num_held[rank] for", "1.0 for", MEMORY),
     (

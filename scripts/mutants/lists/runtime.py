@@ -24,6 +24,25 @@ MUTANTS = [
         "received = max(received, place.get(message, 0) + 1)",
         "tests/runtime/test_program.py",
     ),
+    # The parts of ranks.
+    (
+        "runtime/rank_facts.py",
+        "[*orders[other], *orders.stamps_of(other)]",
+        "[*orders[other]]",
+        "tests/runtime/test_parts_of_ranks.py",
+    ),
+    (
+        "runtime/rank_facts.py",
+        "digest == ranks[other].orders.get(other)",
+        "True",
+        "tests/runtime/test_parts_of_ranks.py",
+    ),
+    (
+        "runtime/rank_facts.py",
+        "flow_of_sends(schedule, skips).partners(rank)",
+        "flow_of_sends(schedule, ()).partners(rank)",
+        "tests/runtime/test_parts_of_ranks.py",
+    ),
     # The step.
     ("runtime/step.py", "args = self.batch.args[mb]", "args = self.batch.args[0]"),
     ("runtime/step.py", "kwargs = self.batch.kwargs[mb]", "kwargs = self.batch.kwargs[0]", OPTIONS),

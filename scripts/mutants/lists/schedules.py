@@ -2,10 +2,12 @@
 
 GRID = "tests/schedules/test_registry_grid.py"
 NAMES = "tests/schedules/test_registry.py"
+PROVED = "tests/passes/test_local_proof.py"
+SQUEEZED = "tests/schedules/test_squeezing.py"
 TESTS = "tests/schedules/test_formulas.py"
 MUTANTS = [
     # Orders.
-    ("schedules/zb_v.py", "wanted = max(m, 2 * p - 1)", "wanted = max(m, 2 * p - 2)", GRID),
+    ("schedules/zb_v.py", "if m >= 2 * p - 1:", "if m >= 2 * p - 2:", GRID),
     (
         "schedules/interleaved_1f1b.py",
         "count = max(1, shape.m // shape.p)",
@@ -21,17 +23,34 @@ MUTANTS = [
     ("schedules/v_half.py", "shift = 3 if p % 2 == 0 else 0", "shift = 3", GRID),
     ("schedules/v_min.py", "shift = 2 if p % 3 == 0 else 0", "shift = 0", GRID),
     (
-        "schedules/building_block.py",
-        "must_keep_up = self.next_pass <= self.last_forward",
-        "must_keep_up = False",
+        "schedules/squeezing.py",
+        "is_due = has_weight & (next_pass <= last_forward) &",
+        "is_due = has_weight & False &",
         GRID,
     ),
     (
-        "schedules/building_block.py",
-        "has_weight = self.next_weight < self.num_inputs",
-        "has_weight = self.next_weight < len(self.weights)",
+        "schedules/squeezing.py",
+        "has_weight = next_weight < num_inputs",
+        "has_weight = next_weight < 2 * m",
         GRID,
     ),
+    (
+        "schedules/squeezing.py",
+        "ends[needs[ranks, next_pass]] <= time",
+        "ends[needs[ranks, next_pass]] <= time + 1",
+        SQUEEZED,
+    ),
+    (
+        "schedules/squeezing.py",
+        "np.minimum(np.minimum.accumulate(num_inputs - num_free), 0)",
+        "np.minimum.accumulate(num_inputs - num_free)",
+        SQUEEZED,
+    ),
+    # Stamps.
+    ("schedules/interleaved_1f1b.py", "max(len(group), p) for", "len(group) for", PROVED),
+    ("schedules/interleaved_1f1b.py", "min(lead, m - round_of[mb].stop)", "lead", PROVED),
+    ("schedules/dual_pipe_v.py", "by_place(per_rank=3,", "by_place(per_rank=2,", PROVED),
+    ("schedules/zb_h2.py", "first=2 * rank", "first=0", PROVED),
     (
         "schedules/dual_pipe_v.py",
         "if turn == 0 and rank == p - 1:",
@@ -53,8 +72,8 @@ MUTANTS = [
     ("schedules/alternation.py", "    yield from waiting\n", "", GRID),
     (
         "schedules/zb_h1.py",
-        "yield delay_weights(order, delay=rank)",
-        "yield delay_weights(order, delay=0)",
+        "delay_weights(alternating_order(shape, rank), delay=rank)",
+        "delay_weights(alternating_order(shape, rank), delay=0)",
     ),
     # Memory.
     ("schedules/zb_h2.py", "min(shape.m, 2 * shape.p - 1)", "min(shape.m, 2 * shape.p)", GRID),
