@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -53,7 +54,7 @@ class LossWeights:
     @classmethod
     def alike(cls, num_microbatches: int) -> "LossWeights":
         """Make the weights of a mean over microbatches of equal size."""
-        return cls.of([1.0] * num_microbatches, num_microbatches, 1)
+        return _alike(num_microbatches)
 
     @classmethod
     def of(
@@ -85,6 +86,13 @@ class LossWeights:
         if isinstance(loss, int | float) and factor != 1:
             return loss * factor if factor else 0.0
         return loss
+
+
+@cache
+def _alike(num_microbatches: int) -> LossWeights:
+    """Make the weights that most ranks have in every step."""
+    seeds = (1.0 / num_microbatches,) * num_microbatches
+    return LossWeights(seeds, (1.0,) * num_microbatches)
 
 
 def find_weights(

@@ -44,6 +44,8 @@ def split_args_kwargs_into_chunks(
     require(are_args, "args", args, "a tuple; for a single argument, write (argument,)")
     require(are_kwargs, "kwargs", kwargs, "a dict, or None if there are no keyword arguments")
     _require_count("chunks", chunks)
+    if not args and not kwargs:  # As on every rank but the first, in most pipelines.
+        return [()] * chunks, [{} for _ in range(chunks)]
     first, second = _split(
         _Whole.of(tuple(args), "args", args_chunk_spec, "args_chunk_spec"),
         _Whole.of(dict(kwargs or {}), "kwargs", kwargs_chunk_spec, "kwargs_chunk_spec"),

@@ -1,7 +1,6 @@
 """A pipeline's connection to the other ranks, with which it meets and fails together."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -35,27 +34,39 @@ class Connection:
         self._comm: AbstractComm | None = None
         self._failure = ""
 
-    @contextmanager
-    def failing_together(self) -> Iterator[AbstractComm]:
-        """Yield the channels; an error raised in the block ends the pipeline on all ranks."""
+    def failing_together(self) -> "Connection":
+        """Return a context that gives the channels; an error in it ends the pipeline on all ranks.
+
+        It is this object: a context of its own for every step would take longer.
+        """
+        return self
+
+    def __enter__(self) -> AbstractComm:
         if self._failure:
             raise CommError(
                 f"rank {self._rank}: this pipeline has ended ({self._failure}). "
                 "Make a new pipeline on all ranks."
             )
-        try:
-            if self._comm is None:
+        if self._comm is None:
+            try:
                 self._comm = self._connect()
                 self._meet(self._comm)
-            yield self._comm
-        except BaseException as error:
-            notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-            self._failure = f"{type(error).__name__}: {error}{notes}"
-            if self._comm is not None:
-                self._comm.fail(self._failure)
-                self._comm = None
-            self._clean_up(error)  # After the others were told, as it may wait.
-            raise
+            except BaseException as error:
+                self._fail(error)
+                raise
+        return self._comm
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        self._failure = f"{type(error).__name__}: {error}{notes}"
+        if self._comm is not None:
+            self._comm.fail(self._failure)
+            self._comm = None
+        self._clean_up(error)  # After the others were told, as it may wait.
 
     def close(self) -> None:
         """End the connection now; otherwise it ends with the last reference."""

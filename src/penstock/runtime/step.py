@@ -23,11 +23,11 @@ from penstock.ir import (
     StageId,
     Unshard,
 )
-from penstock.ir.action import SHARDING_TYPES, Sharding
+from penstock.ir.action import SHARDING_TYPES, Sharding, SingleCompute
 from penstock.microbatches.hidden_tensors import hides_gradient
 from penstock.runtime.losses import Losses
-from penstock.runtime.measuring.observer import Leaves, Observer
-from penstock.runtime.messages.forms import flatten, unflatten
+from penstock.runtime.measuring.observer import UNWATCHED, Leaves, Observer
+from penstock.runtime.messages.forms import Form, flatten, unflatten
 from penstock.runtime.messages.mailbox import Mailbox
 from penstock.runtime.outside_graphs import OutsideGraphs
 from penstock.runtime.program import Entry, Program, Task
@@ -100,26 +100,24 @@ class Step:
 
     def run_all(self) -> None:
         """Run the program, from its first action to its last."""
-        custom = self.settings.custom_functions
         self.observer.clock.begin()
         self.observer.memory.begin(self.program.flow)
         if self.has_backward:
             for index, stage in self.stages.items():
                 stage.begin_step(is_scheduled=index in self.program.gathered)
+        custom = self.settings.custom_functions
         for entry in self.program.entries:
-            self.current = entry.action
-            if isinstance(entry.action, Send):
-                self._send(entry.action)
-                continue
-            if isinstance(entry.action, SHARDING_TYPES):
-                self._gather_or_reduce(entry.action)
-                continue
-            function = custom.get(type(entry.action)) if custom else None
-            if function is None:
-                for task in entry.tasks:
-                    self._run(task)
-            else:
-                self._run_custom(entry, function)
+            self.current = action = entry.action
+            if entry.tasks:
+                if custom and (function := custom.get(type(action))) is not None:
+                    self._run_custom(entry, function)
+                else:
+                    for task in entry.tasks:
+                        self._run(task)
+            elif isinstance(action, Send):
+                self._send(action)
+            elif isinstance(action, SHARDING_TYPES):
+                self._gather_or_reduce(action)
         self.current = None
         self.mailbox.finish()
         for stage in self.stages.values():
@@ -166,8 +164,11 @@ class Step:
             )
 
     def _send(self, action: Send) -> None:
-        self.mailbox.send(action.message, *self._made.pop(action.message))
-        self.observer.clock.end(action)
+        message = action.message
+        leaves, structure = self._made.pop(message)
+        self.mailbox.send(message, leaves, structure)
+        if self.observer is not UNWATCHED:
+            self.observer.clock.end(action)
 
     def _gather_or_reduce(self, action: Sharding) -> None:
         stage = self.stages[action.stage]
@@ -193,14 +194,20 @@ class Step:
         stage = self.stages[action.stage]
         if isinstance(action, Forward):
             self._forward(task, stage, action.mb)
-        else:
+        elif is_any_autocast_enabled():
             with _without_autocast():
-                if isinstance(action, BackwardWeight):
-                    self._backward_weight(task, stage, action.mb)
-                else:
-                    self._backward(task, stage, action.mb)
-        self.observer.clock.end(action)
-        self.observer.memory.computed(task, self)
+                self._run_backward(task, stage, action)
+        else:
+            self._run_backward(task, stage, action)
+        if self.observer is not UNWATCHED:
+            self.observer.clock.end(action)
+            self.observer.memory.computed(task, self)
+
+    def _run_backward(self, task: Task, stage: PipelineStage, action: SingleCompute) -> None:
+        if isinstance(action, BackwardWeight):
+            self._backward_weight(task, stage, action.mb)
+        else:
+            self._backward(task, stage, action.mb)
 
     def _forward(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
         inputs: list[Leaves] = []
@@ -209,24 +216,29 @@ class Step:
             leaves, values = self._take_activation(message)
             inputs.append(leaves)
             args += values
-        if stage.is_first:
+        is_first = not task.needs  # Every other stage needs the outputs of the one before it.
+        if is_first:
             args = self.batch.args[mb]
         kwargs = self.batch.kwargs[mb]
-        stage.check_inputs(mb, args)
+        if stage.has_examples:
+            stage.check_inputs(mb, args)
         if not self.has_backward:
             outputs = stage.evaluate(args, kwargs)
             self._hand_on(task, stage, mb, outputs)
             return
         outside: list[tuple[Tensor, Tensor]] = []
-        if stage.is_first:
+        if is_first:
             args, outside = self._outside.cut_off(args)
         if kwargs:
             kwargs, others = self._outside.cut_off(kwargs)
             outside += others
-        self.observer.memory.arrived(task.needs, inputs)
-        with self.observer.memory.watching(stage, (args, kwargs)) as note:
+        if self.observer is UNWATCHED:
             passage = stage.forward(args, kwargs, is_split=task.is_split)
-            note(passage.outputs)
+        else:
+            self.observer.memory.arrived(task.needs, inputs)
+            with self.observer.memory.watching(stage, (args, kwargs)) as note:
+                passage = stage.forward(args, kwargs, is_split=task.is_split)
+                note(passage.outputs)
         loss, payloads = self._hand_on(task, stage, mb, passage.outputs)
         self._in_flight[stage.stage_index, mb] = _InFlight(passage, inputs, payloads, outside, loss)
 
@@ -234,13 +246,16 @@ class Step:
         self, task: Task, stage: PipelineStage, mb: MicrobatchId, outputs: Any
     ) -> tuple[Tensor | None, list[Payload]]:
         """Put a forward's outputs where they are needed: other stages, the loss, the caller."""
-        stage.check_outputs(mb, outputs)
+        if stage.has_examples:
+            stage.check_outputs(mb, outputs)
         if task.makes:
-            payloads = [flatten(values) for values in stage.share_out(mb, outputs)]
-            for message, payload in zip(task.makes, payloads, strict=True):
+            payloads = []
+            for message, values in zip(task.makes, stage.share_out(mb, outputs), strict=True):
+                payload = flatten(values)
                 if not self.program.flow.is_sent(message):
                     self._hand_over(payload[0], stage, mb)
                 self._made[message] = payload
+                payloads.append(payload)
             return None, payloads
         loss = None
         if self.needs_losses:
@@ -265,21 +280,25 @@ class Step:
 
     def _take_activation(self, message: Message) -> tuple[Leaves, tuple[Any, ...]]:
         """Return the leaves of a forward's graph, and the arguments that are made of them."""
-        if self.program.flow.is_sent(message):
-            form, tensors = self.mailbox.receive(message)
-            if not form.are_plain:
-                stage = self.stages[message.taker]
-                tensors = [
-                    stage.rebuild(part, like.spread, message.mb)
-                    for part, like in zip(tensors, form.tensors, strict=True)
-                ]
-            for tensor, like in zip(tensors, form.tensors, strict=True):
-                tensor.requires_grad_(like.requires_grad)
-            return list(tensors), form.as_arguments(tensors)
-        leaves, structure = self._made.pop(message)
-        leaves = self.observer.memory.take_over(leaves)
+        made = self._made.pop(message, None)
+        if made is None:
+            return self._take_arrived(message)
+        leaves = self.observer.memory.take_over(made[0])
         own = [stand_in_for(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return own, unflatten(own, structure)
+        return own, unflatten(own, made[1])
+
+    def _take_arrived(self, message: Message) -> tuple[Leaves, tuple[Any, ...]]:
+        form, tensors = self.mailbox.receive(message)
+        if not form.are_plain:
+            stage = self.stages[message.taker]
+            tensors = [
+                stage.rebuild(part, like.spread, message.mb)
+                for part, like in zip(tensors, form.tensors, strict=True)
+            ]
+        for tensor, like in zip(tensors, form.tensors, strict=True):
+            if like.requires_grad:
+                tensor.requires_grad_()
+        return tensors, form.as_arguments(tensors)
 
     def _backward(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
         flight = self._in_flight.pop((stage.stage_index, mb))
@@ -288,16 +307,27 @@ class Step:
         grads, pending = self._differentiate(task, stage, mb, flight)
         if flight.loss is not None:
             self.losses.let_go(mb, flight.loss)
-        found = {id(x): waited(g) for x, g in zip(flight.passage.inputs, grads, strict=True)}
+        self._hand_back(task, flight, grads)
+        if isinstance(task.action, Backward):
+            self._add_grads(task, stage, pending)
+        else:
+            self._pending[stage.stage_index, mb] = pending
+
+    def _hand_back(self, task: Task, flight: _InFlight, grads: tuple[Tensor | None, ...]) -> None:
+        """Put the gradients of a stage's inputs where they are needed: other stages, the caller."""
+        inputs = flight.passage.inputs
+        if len(inputs) == len(flight.inputs) == 1 and not flight.outside:
+            (x,), (leaves,) = inputs, flight.inputs
+            if len(leaves) == 1 and leaves[0] is x and x.requires_grad:
+                # One tensor from one stage, as nearly always: there is nothing to look for.
+                self._made[task.makes[0]] = flatten((waited(grads[0]),))
+                return
+        found = {id(x): waited(g) for x, g in zip(inputs, grads, strict=True)}
         for tensor, stand_in in flight.outside:
             if (grad := found.get(id(stand_in))) is not None:
                 self._outside.add(tensor, grad)
         for message, leaves in zip(task.makes, flight.inputs, strict=True):
             self._made[message] = flatten(tuple(found.get(id(x)) for x in leaves if needs_grad(x)))
-        if isinstance(task.action, Backward):
-            self._add_grads(task, stage, pending)
-        else:
-            self._pending[stage.stage_index, mb] = pending
 
     def _differentiate(
         self, task: Task, stage: PipelineStage, mb: MicrobatchId, flight: _InFlight
@@ -308,42 +338,63 @@ class Step:
         if flight.loss is not None:
             grads = self.losses.seed(mb, flight.loss)
         else:
-            arguments, arrived = self._take_gradients(task, flight)
-            if any(grad is not None for row in arrived for grad in row):
-                grads = as_outputs(arguments, flight.passage.outputs)
-        self.observer.memory.arrived(task.needs, arrived)
+            grads, arrived = self._take_gradients(task, flight)
+        if self.observer is not UNWATCHED:
+            self.observer.memory.arrived(task.needs, arrived)
         if grads is None:
             return (None,) * len(flight.passage.inputs), do_nothing
+        if self.observer is UNWATCHED:
+            return self._run_passage(mb, flight, grads)
         with self.observer.memory.watching(stage, ()) as note:
-            if flight.loss is not None and not self.losses.counts(mb):
-                # The mean of no values is NaN, and zero times its gradient is not zero.
-                result = flight.passage.backward_of_nothing()
-            else:
-                result = flight.passage.backward(grads, flight.loss)
+            result = self._run_passage(mb, flight, grads)
             note(flight.passage.held)
         return result
 
-    def _take_gradients(
-        self, task: Task, flight: _InFlight
-    ) -> tuple[tuple[Any, ...], list[Leaves]]:
-        """Return the gradients of a microbatch's outputs: nested like them, and by message."""
+    def _run_passage(
+        self, mb: MicrobatchId, flight: _InFlight, grads: Any
+    ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
+        if flight.loss is not None and not self.losses.counts(mb):
+            # The mean of no values is NaN, and zero times its gradient is not zero.
+            return flight.passage.backward_of_nothing()
+        return flight.passage.backward(grads, flight.loss)
+
+    def _take_gradients(self, task: Task, flight: _InFlight) -> tuple[Any, list[Leaves]]:
+        """Return the gradients of a microbatch's outputs: nested like them, and by message.
+
+        The former is None if none has arrived.
+        """
         arguments: tuple[Any, ...] = ()
         rows: list[Leaves] = []
+        is_any = False
         for message, (leaves, structure) in zip(task.needs, flight.outputs, strict=True):
-            arriving = iter(self._take_gradient(message, list(filter(needs_grad, leaves))))
-            grads = [next(arriving) if needs_grad(leaf) else None for leaf in leaves]
+            grads = self._take_gradient(message, leaves)
+            is_any = is_any or any(grad is not None for grad in grads)
             rows.append(grads)
             arguments += unflatten(grads, structure)
-        return arguments, rows
+        return as_outputs(arguments, flight.passage.outputs) if is_any else None, rows
 
-    def _take_gradient(self, message: Message, outputs: list[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of outputs that need one, in order; None for unused outputs."""
-        if not self.program.flow.is_sent(message):
-            leaves, _ = self._made.pop(message)
-            return leaves
-        form, tensors = self.mailbox.receive(message)
-        if form.are_plain:
-            return list(tensors)
+    def _take_gradient(self, message: Message, outputs: Leaves) -> list[Tensor | None]:
+        """Return the gradient of each output; None for those that need none or were not used."""
+        made = self._made.pop(message, None)
+        grads: list[Tensor | None]
+        if made is not None:
+            grads = made[0]
+        else:
+            form, tensors = self.mailbox.receive(message)
+            if form.are_plain:
+                grads = [*tensors]
+            else:
+                needing = list(filter(needs_grad, outputs))
+                grads = self._rebuild_gradients(message, form, tensors, needing)
+        if len(grads) == len(outputs):  # All of them need one.
+            return grads
+        arriving = iter(grads)
+        return [next(arriving) if needs_grad(output) else None for output in outputs]
+
+    def _rebuild_gradients(
+        self, message: Message, form: Form, tensors: list[Tensor], outputs: list[Tensor]
+    ) -> list[Tensor | None]:
+        """Return the gradients that a message of any form holds for outputs that need one."""
         arriving = iter(tensors)
         stage = self.stages[message.taker]
         return [

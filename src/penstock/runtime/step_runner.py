@@ -65,6 +65,8 @@ class StepRunner:
         """The skips of all ranks, once they have met."""
         self._schedule: Schedule | None = None
         self._programs: Programs | None = None
+        self._checked: list[int] = []
+        """The stages' `num_changes` for which the programs were made and all was checked."""
         self._pilot = plan if isinstance(plan, AbstractPilot) else None
         if isinstance(plan, Schedule):
             self._use(plan)
@@ -119,6 +121,7 @@ class StepRunner:
             self._use(
                 self._pilot.start(comm, self._first.device, placement, self._num_microbatches)
             )
+        self._checked = []  # Without what the other ranks were given.
         self._reduced = self._stages_with_replicas()
         self._skips = check_skips([rank.skips for rank in ranks], self.schedule)
         self._is_dynamic = any(rank.is_dynamic for rank in ranks)
@@ -201,6 +204,9 @@ class StepRunner:
             stage.refresh()
         if isinstance(self._pilot, AutoPilot) and not self._pilot.has_peers:
             check_replicas(list(self._stages.values()))
+        changes = [stage.num_changes for stage in self._stages.values()]
+        if self._programs is not None and changes == self._checked:
+            return self._programs
         sharded = frozenset(i for i, stage in self._stages.items() if stage.is_sharded)
         known = self._programs
         wanted = self._skips, sharded
@@ -213,6 +219,7 @@ class StepRunner:
             check_shared_modules(list(self._stages.values()))
             if self._reduced is not None and self._first.group_size > 1:
                 check_wrapped_early(self._stages_with_replicas() - self._reduced)
+        self._checked = changes
         return self._programs
 
     def _stages_with_replicas(self) -> frozenset[StageId]:

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,6 +39,8 @@ from penstock.stage.stage_checks import (
 )
 from penstock.stage.wrapping import Wrapping
 from penstock.torch_private import is_dtensor, prepare_reducer
+
+_PLAIN = frozenset((Tensor,))
 
 
 class PipelineStage(Sealed):
@@ -117,11 +118,13 @@ class PipelineStage(Sealed):
         self.cut = cut
         self._input_args = as_examples("input_args", input_args, input_grads)
         self._output_args = as_examples("output_args", output_args, output_grads)
+        self.has_examples = self._input_args is not None or self._output_args is not None
         self._meshes = Meshes(get_mesh, [*(self._input_args or ()), *(self._output_args or ())])
         self._engine: SplitEngine | None = None
         self._outline: list[tuple[Any, ...]] = []
         self._is_compiled = False
         self._is_urgent = True
+        self._num_changes = 0
         self.refresh()
         self._seal(theirs)
 
@@ -151,6 +154,12 @@ class PipelineStage(Sealed):
         self._is_compiled = any(map(is_compiled, self._submod.modules()))
         self._wrapping = Wrapping.of(self._submod, f"stage {self.stage_index}")
         self._outline = found
+        self._num_changes += 1
+
+    @property
+    def num_changes(self) -> int:
+        """How often the module was found changed: all that was derived from it must be again."""
+        return self._num_changes
 
     def check_wrappers(self) -> None:
         """Raise an error if the module has a wrapper with which gradients would be wrong."""
@@ -272,24 +281,36 @@ class PipelineStage(Sealed):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_split: bool) -> Passage:
         """Run a forward whose backward follows: in two halves if `is_split`."""
-        ddp, sharding = self._wrapping.ddp, self._wrapping.sharding
-        with nullcontext() if ddp is None else ddp.no_sync():
-            if not is_split or self.dw_builder is not None:
-                outputs = self.submod(*args, **kwargs)
-                builder = None if self.dw_builder is None else self._built_weight_backward
-                return WholePassage(outputs, tensors_in((args, kwargs)), builder)
-            if not sharding:  # Otherwise the engine knows when its parameters are gathered.
-                inputs = tensors_in((args, kwargs))
-                if not any(map(needs_grad, inputs)):
-                    return LatePassage(self.submod(*args, **kwargs), inputs)
-            is_new = self._engine is None
-            if self._engine is None:
-                self._engine = SplitEngine(self.submod, sharding or None)
-            pending = self._engine.forward(*args, **kwargs)
-            self._is_urgent = any(map(needs_grad, pending.inputs))
-            if is_new and self._is_compiled and self._is_urgent:
-                self._warn_of_compiled_weights(pending)
-            return SplitPassage(pending, is_last=self.is_last)
+        ddp = self._wrapping.ddp
+        run = self._forward_whole
+        if is_split and self.dw_builder is None:
+            run = self._forward_split
+        if ddp is None:
+            return run(args, kwargs)
+        with ddp.no_sync():
+            return run(args, kwargs)
+
+    def _forward_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passage:
+        outputs = self._submod(*args, **kwargs)
+        builder = None if self.dw_builder is None else self._built_weight_backward
+        return WholePassage(outputs, _inputs_of(args, kwargs), builder)
+
+    def _forward_split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passage:
+        sharding = self._wrapping.sharding
+        if not sharding:  # Otherwise the engine knows when its parameters are gathered.
+            inputs = _inputs_of(args, kwargs)
+            if not any(map(needs_grad, inputs)):
+                return LatePassage(self._submod(*args, **kwargs), inputs)
+        is_new = self._engine is None
+        if self._engine is None:
+            self._engine = SplitEngine(self._submod, sharding or None)
+        pending = self._engine.forward(*args, **kwargs)
+        is_urgent = any(map(needs_grad, pending.inputs))
+        if is_urgent is not self._is_urgent:
+            self._is_urgent = is_urgent
+        if is_new and self._is_compiled and self._is_urgent:
+            self._warn_of_compiled_weights(pending)
+        return SplitPassage(pending, is_last=self.is_last)
 
     def _warn_of_compiled_weights(self, pending: PendingBackward) -> None:
         """Say that weights inside compiled modules get their gradients early, if there are any."""
@@ -370,6 +391,13 @@ class PipelineStage(Sealed):
     def abandon_step(self) -> None:
         """Shard parameters again, and drop their gradients, after a step that failed."""
         self._wrapping.sharding.abandon()
+
+
+def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among arguments; nearly always, all of them are plain tensors."""
+    if not kwargs and _PLAIN.issuperset(map(type, args)):
+        return list(args)
+    return tensors_in((args, kwargs))
 
 
 def build_stage(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipeliningShapeError, StageError
+from penstock.runtime.messages.sendable import is_memory_alone
 from penstock.stage.dtensors import Spread, local_part
 from penstock.stage.examples import check_alike, check_spread, check_tensor
 from penstock.torch_private import REGISTER_PYTREE_NODE, pytree
@@ -47,7 +48,8 @@ class TensorForm:
         return cls(shape, tensor.dtype, tensor.requires_grad, spread)
 
     def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        # Named: torch parses a size that is given by its place for twice as long.
+        return torch.empty(size=self.shape, dtype=self.dtype, device=device)
 
     def zeros(self, device: torch.device) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
@@ -62,6 +64,8 @@ class Form:
     tensors: tuple[TensorForm, ...] = field(init=False, repr=False, compare=False)
     are_plain: bool = field(init=False, repr=False, compare=False)
     """True if all leaves are plain tensors, the arguments of a stage one by one."""
+    need_grads: bool = field(init=False, repr=False, compare=False)
+    """True if all tensors need a gradient."""
 
     def __post_init__(self) -> None:
         tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
@@ -69,6 +73,7 @@ class Form:
         are_plain = len(tensors) == len(self.leaves) and all(t.spread is None for t in tensors)
         object.__setattr__(self, "tensors", tensors)
         object.__setattr__(self, "are_plain", is_flat and are_plain)
+        object.__setattr__(self, "need_grads", all(t.requires_grad for t in tensors))
 
     @classmethod
     def of(cls, leaves: list[Any], structure: pytree.TreeSpec) -> "Form":
@@ -85,19 +90,28 @@ class Form:
         """Return what `of_tree` takes; unlike the structure by itself, it can be pickled."""
         return unflatten(self.leaves, self.structure)
 
-    def fits(self, leaves: list[Any], structure: pytree.TreeSpec) -> bool:
-        """Return whether a message of plain tensors has this form; `check` decides all others."""
-        return (
-            self.are_plain
-            and structure is self.structure
-            and all(
-                type(leaf) is Tensor
-                and leaf.shape == form.shape
-                and leaf.dtype is form.dtype
-                and leaf.requires_grad is form.requires_grad
-                for leaf, form in zip(leaves, self.tensors, strict=True)
-            )
-        )
+    def values_of(
+        self, leaves: list[Any], structure: pytree.TreeSpec, device: torch.device
+    ) -> list[Tensor] | None:
+        """Return what to send for a message that certainly has this form and can be sent as it is.
+
+        Return None if that is not certain: `as_sent` and `check` then decide, one leaf at a time.
+        """
+        if structure is not self.structure or not self.are_plain:
+            return None
+        values = []
+        for leaf, form in zip(leaves, self.tensors, strict=True):
+            if (
+                type(leaf) is not Tensor
+                or leaf.dtype is not form.dtype  # A quantised tensor has a dtype of its own.
+                or leaf.requires_grad is not form.requires_grad
+                or not is_memory_alone(leaf, device)
+                or leaf.shape != form.shape
+            ):
+                return None
+            # Without its graph, which would live as long as the transfer.
+            values.append(leaf.detach() if form.requires_grad else leaf)
+        return values
 
     def check(
         self, place: str, leaves: list[Any], structure: pytree.TreeSpec, *, is_gradient: bool
@@ -165,7 +179,7 @@ class _FormPickler(pickle.Pickler):
 def flatten(arguments: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the leaves of nested arguments, and the structure that they are nested in."""
     # Nearly all messages are plain tuples, for which torch's function takes ten times as long.
-    if all(type(argument) in _LEAF_TYPES for argument in arguments):
+    if _LEAF_TYPES.issuperset(map(type, arguments)):
         return list(arguments), _plain_tuple(len(arguments))
     # torch takes a torch.Size apart, and would restore it as a plain tuple.
     return pytree.tree_flatten(arguments, lambda value: isinstance(value, torch.Size))
@@ -180,7 +194,7 @@ def unflatten(leaves: Sequence[Any], structure: pytree.TreeSpec) -> tuple[Any, .
 
 
 _KEEP_FORM = "Keep it the same in all steps, or make the stages with dynamic_shapes=True."
-_LEAF_TYPES = (Tensor, TensorForm, NoneType)
+_LEAF_TYPES = frozenset((Tensor, TensorForm, NoneType))
 
 
 @cache

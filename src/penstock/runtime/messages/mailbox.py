@@ -47,8 +47,8 @@ class Mailbox:
     ) -> None:
         check_mode(device)
         self._comm = comm
-        self._program = program
         self._flow = program.flow
+        self._received_before = program.received_before
         self._device = device
         self._forms = forms
         self._clock = clock
@@ -63,22 +63,13 @@ class Mailbox:
         receiver = self._flow.receiver(message)
         outbox = self._outboxes.get(receiver)
         if outbox is None:
-            outbox = self._outboxes[receiver] = _Outbox()
+            outbox = self._outboxes[receiver] = _Outbox(self._comm.copies(receiver))
         outbox.num_sent += 1
         form = self._forms.get(message)
-        # Prepare all before sending any: the receiver must not be left with part of a message.
-        place = self._place(message)
-        ready = self._prepare(leaves, form, place)
-        if form is None:
-            form = Form.of(leaves, structure)
-            if not self._is_dynamic and (first := self._known_of(message)) is not None:
-                first.check_alike(place, form)
-            if not self._is_void(message):
-                form = self._send_form(message, form, outbox, receiver)
-            self._forms[message] = form
-        elif not form.fits(leaves, structure):
-            form.check(place, leaves, structure, is_gradient=message.is_gradient)
-        if not message.is_gradient and not self._comm.copies(receiver):
+        ready = None if form is None else form.values_of(leaves, structure, self._device)
+        if form is None or ready is None:
+            form, ready = self._look_closely(message, leaves, structure, outbox, receiver)
+        if not outbox.copies and not form.need_grads and not message.is_gradient:
             # Tensors that need no gradient may be buffers, which the stage's next forward changes.
             graphs = [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
             ready = [x if has else copy_of(x) for x, has in zip(ready, graphs, strict=True)]
@@ -87,21 +78,47 @@ class Mailbox:
 
     def receive(self, message: Message) -> tuple[Form, list[Tensor]]:
         """Wait for a message; return its form and its tensors."""
-        sender = self._flow.sender(message)
+        sender, num_received = self._received_before[message]
         inbox = self._inboxes[sender]
         while message not in inbox.posted:
             self._post_next(sender, inbox)
         # Post before waiting: posting takes time, which a waiting rank has.
         self._post_ahead(sender, inbox)
         form, tensors, transfers = inbox.posted.pop(message)
-        self._wait(message, transfers)
-        self._release(*self._program.received_before[message])
+        self._clock.wait_for(transfers, partial(self._describe_receive, message))
+        outbox = self._outboxes.get(sender)
+        if outbox is not None and outbox.sent and outbox.sent[0][0] <= num_received:
+            self._release(outbox, num_received)
         return form, tensors
 
     def finish(self) -> None:
         """Wait until everything that was sent may be changed."""
-        for receiver, outbox in self._outboxes.items():
-            self._release(receiver, outbox.num_sent)
+        for outbox in self._outboxes.values():
+            self._release(outbox, outbox.num_sent)
+
+    def _look_closely(
+        self,
+        message: Message,
+        leaves: list[Any],
+        structure: pytree.TreeSpec,
+        outbox: "_Outbox",
+        receiver: Rank,
+    ) -> tuple[Form, list[Tensor]]:
+        """Return the form of a message and the tensors to send; send the form if it is new."""
+        # Prepare all before sending any: the receiver must not be left with part of a message.
+        place = self._place(message)
+        form = self._forms.get(message)
+        ready = self._prepare(leaves, form, place)
+        if form is not None:
+            form.check(place, leaves, structure, is_gradient=message.is_gradient)
+            return form, ready
+        form = Form.of(leaves, structure)
+        if not self._is_dynamic and (first := self._known_of(message)) is not None:
+            first.check_alike(place, form)
+        if not self._is_void(message):
+            form = self._send_form(message, form, outbox, receiver)
+        self._forms[message] = form
+        return form, ready
 
     def _prepare(self, leaves: list[Any], form: Form | None, place: str) -> list[Tensor]:
         """Return the tensors to send, with zeros for expected gradients that are missing."""
@@ -120,11 +137,11 @@ class Mailbox:
         known = (form for other, form in self._forms.items() if (other.maker, other.taker) == ends)
         return next(known, None)
 
-    def _release(self, receiver: Rank, num_received: int) -> None:
+    def _release(self, outbox: "_Outbox", num_received: int) -> None:
         """Release messages that have been received."""
-        outbox = self._outboxes.get(receiver)
-        while outbox and outbox.sent and outbox.sent[0][0] <= num_received:
-            _, message, _, transfer = outbox.sent.popleft()
+        sent = outbox.sent
+        while sent and sent[0][0] <= num_received:
+            _, message, _, transfer = sent.popleft()
             transfer.wait(partial(self._describe_send, message))
 
     def _send_form(self, message: Message, form: Form, outbox: "_Outbox", receiver: Rank) -> Form:
@@ -151,8 +168,8 @@ class Mailbox:
 
     def _post_ahead(self, sender: Rank, inbox: "_Inbox") -> None:
         while (
-            inbox.num_posted < len(inbox.messages)
-            and len(inbox.posted) < _POSTED_AHEAD
+            len(inbox.posted) < _POSTED_AHEAD
+            and inbox.num_posted < len(inbox.messages)
             and inbox.messages[inbox.num_posted] in self._forms
         ):
             self._post_next(sender, inbox)
@@ -217,6 +234,7 @@ class _Inbox:
 class _Outbox:
     """The messages to one rank: how many, and the tensors that are being sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: bool) -> None:
+        self.copies = copies
         self.num_sent = 0
         self.sent: deque[tuple[int, Message, Tensor, Transfer]] = deque()
