@@ -54,6 +54,17 @@ class AbstractComm(ABC):
     def copies(self, receiver: Rank) -> bool:
         """Return whether a send has copied the tensor when it returns."""
 
+    def packs(self, other: Rank) -> bool:
+        """Return whether several small tensors should travel to or from a rank as one."""
+        return False
+
+    def needs_every_wait(self, other: Rank) -> bool:
+        """Return whether each transfer must be waited for, even if it is certainly over.
+
+        Otherwise the end of a transfer is also that of all before it in its channel.
+        """
+        return True
+
     @abstractmethod
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
         """Send a contiguous tensor without waiting. Raise an error if the channel is not open."""
@@ -86,6 +97,10 @@ class AbstractLink(ABC):
 
     copies: ClassVar[bool] = False
     """True if a send has copied the tensor when it returns."""
+    packs: ClassVar[bool] = False
+    """True if a transfer takes so long that small tensors should travel as one."""
+    needs_every_wait: ClassVar[bool] = False
+    """True if each transfer must be waited for, even if it is certainly over."""
 
     @abstractmethod
     def connect(self, channel: Channel, timeout_s: float) -> None:

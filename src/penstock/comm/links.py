@@ -22,8 +22,13 @@ class GlooLink(AbstractLink):
     """A link over the gloo group that all links of its process share.
 
     gloo keeps the messages of each ordered pair of ranks in order; messages of different pairs may
-    overtake each other.
+    overtake each other. Another thread makes each transfer, and wakes the one that waits for it.
     """
+
+    packs = True
+    # No wait is needed for what a message from the other rank shows to be over: gloo notes the end
+    # of a send before it reads anything that arrives later on the same connection.
+    needs_every_wait = False
 
     def __init__(self, group: Any, other: Rank) -> None:
         self._group = group  # torch's types do not say that it can send and receive.
@@ -66,6 +71,9 @@ class NcclLink(AbstractLink):
     receive before it. It supports few dtypes, so it is given bytes. `make_pair` makes this rank's
     end of a channel's group, in which the sender is rank 0 and the receiver is rank 1.
     """
+
+    # A wait lets this device's stream wait, so that memory is not used again too early.
+    needs_every_wait = True
 
     def __init__(
         self, rank: Rank, other: Rank, device: torch.device, make_pair: Callable[[Channel], Any]

@@ -127,6 +127,12 @@ class ProcessGroupComm(AbstractComm):
     def copies(self, receiver: Rank) -> bool:
         return self._links[receiver].copies
 
+    def packs(self, other: Rank) -> bool:
+        return self._links[other].packs
+
+    def needs_every_wait(self, other: Rank) -> bool:
+        return self._links[other].needs_every_wait
+
     def send(self, tensor: Tensor, receiver: Rank) -> Transfer:
         self._channels.check(self.rank, receiver)
         try:

@@ -48,7 +48,7 @@ class PipelineStage(Sealed):
 
     Shapes and dtypes between stages are learned in the first step. `input_args` and `output_args`
     are examples of one microbatch's tensors; if they are given, every microbatch must match
-    them. With `dynamic_shapes` every microbatch may differ, which costs two small messages each.
+    them. With `dynamic_shapes` every microbatch may differ, which costs a small message each.
 
     `dw_builder` is for a module that computes its weight gradients by itself: it is called after
     each backward of the stage and returns the function that the weight backward runs.

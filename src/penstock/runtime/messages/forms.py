@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipeliningShapeError, StageError
+from penstock.runtime.messages.packing import Packing
 from penstock.runtime.messages.sendable import is_memory_alone
 from penstock.stage.dtensors import Spread, local_part
 from penstock.stage.examples import check_alike, check_spread, check_tensor
@@ -66,6 +67,8 @@ class Form:
     """True if all leaves are plain tensors, the arguments of a stage one by one."""
     need_grads: bool = field(init=False, repr=False, compare=False)
     """True if all tensors need a gradient."""
+    packing: Packing | None = field(init=False, repr=False, compare=False)
+    """The tensors that travel together on links where that pays."""
 
     def __post_init__(self) -> None:
         tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
@@ -74,6 +77,8 @@ class Form:
         object.__setattr__(self, "tensors", tensors)
         object.__setattr__(self, "are_plain", is_flat and are_plain)
         object.__setattr__(self, "need_grads", all(t.requires_grad for t in tensors))
+        packing = Packing.of([(t.shape, t.dtype) for t in tensors])
+        object.__setattr__(self, "packing", packing)
 
     @classmethod
     def of(cls, leaves: list[Any], structure: pytree.TreeSpec) -> "Form":

@@ -19,6 +19,7 @@ from penstock.errors import StageError
 from penstock.ir import Message, Rank
 from penstock.runtime.measuring.observer import AbstractClock
 from penstock.runtime.messages.forms import Form, TensorForm, pickle_form
+from penstock.runtime.messages.letters import LETTER_BYTES, as_letters, open_letter
 from penstock.runtime.messages.sendable import as_sent, check_mode
 from penstock.runtime.program import Program
 from penstock.stage.dtensors import local_part
@@ -53,7 +54,10 @@ class Mailbox:
         self._forms = forms
         self._clock = clock
         self._is_dynamic = is_dynamic
-        self._inboxes = {sender: _Inbox(messages) for sender, messages in program.arriving.items()}
+        self._inboxes = {
+            sender: _Inbox(messages, comm.packs(sender), comm.needs_every_wait(sender))
+            for sender, messages in program.arriving.items()
+        }
         self._outboxes: dict[Rank, _Outbox] = {}
         for sender, inbox in self._inboxes.items():
             self._post_ahead(sender, inbox)
@@ -63,7 +67,7 @@ class Mailbox:
         receiver = self._flow.receiver(message)
         outbox = self._outboxes.get(receiver)
         if outbox is None:
-            outbox = self._outboxes[receiver] = _Outbox(self._comm.copies(receiver))
+            outbox = self._outboxes[receiver] = _Outbox(self._comm, receiver)
         outbox.num_sent += 1
         form = self._forms.get(message)
         ready = None if form is None else form.values_of(leaves, structure, self._device)
@@ -73,6 +77,8 @@ class Mailbox:
             # Tensors that need no gradient may be buffers, which the stage's next forward changes.
             graphs = [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
             ready = [x if has else copy_of(x) for x, has in zip(ready, graphs, strict=True)]
+        if outbox.packs and form.packing is not None:
+            ready = form.packing.pack(ready)
         for tensor in ready:
             self._send_tensor(message, tensor, outbox, receiver)
 
@@ -85,16 +91,19 @@ class Mailbox:
         # Post before waiting: posting takes time, which a waiting rank has.
         self._post_ahead(sender, inbox)
         form, tensors, transfers = inbox.posted.pop(message)
-        self._clock.wait_for(transfers, partial(self._describe_receive, message))
+        awaited = transfers if inbox.needs_every_wait else transfers[-1:]
+        self._clock.wait_for(awaited, partial(self._describe_receive, message))
         outbox = self._outboxes.get(sender)
-        if outbox is not None and outbox.sent and outbox.sent[0][0] <= num_received:
-            self._release(outbox, num_received)
+        if outbox is not None and outbox.sent:
+            # A message without tensors never travelled, so it shows nothing.
+            waits = outbox.needs_every_wait or not transfers
+            self._release(outbox, num_received, waits=waits)
         return form, tensors
 
     def finish(self) -> None:
         """Wait until everything that was sent may be changed."""
         for outbox in self._outboxes.values():
-            self._release(outbox, outbox.num_sent)
+            self._release(outbox, outbox.num_sent, waits=True)
 
     def _look_closely(
         self,
@@ -137,27 +146,27 @@ class Mailbox:
         known = (form for other, form in self._forms.items() if (other.maker, other.taker) == ends)
         return next(known, None)
 
-    def _release(self, outbox: "_Outbox", num_received: int) -> None:
-        """Release messages that have been received."""
+    def _release(self, outbox: "_Outbox", num_received: int, *, waits: bool) -> None:
+        """Release messages that have been received; wait for them first if `waits`."""
         sent = outbox.sent
         while sent and sent[0][0] <= num_received:
             _, message, _, transfer = sent.popleft()
-            transfer.wait(partial(self._describe_send, message))
+            if waits:
+                transfer.wait(partial(self._describe_send, message))
 
     def _send_form(self, message: Message, form: Form, outbox: "_Outbox", receiver: Rank) -> Form:
         """Send a form; return it as the receiver has it: the stage may change its own values."""
         try:
-            pickled = bytearray(pickle_form(form))
+            pickled = pickle_form(form)
         except Exception as exc:
             raise StageError(
                 f"{self._place(message)} cannot be sent to rank {receiver}: {exc}. Expected tensors"
                 ", and values that can be pickled. Let the stage return only what the next one "
                 "needs."
             ) from exc
-        body = torch.frombuffer(pickled, dtype=torch.uint8).to(self._device)
-        size = torch.tensor([len(pickled)], device=self._device)
-        self._send_tensor(message, size, outbox, receiver)
-        self._send_tensor(message, body, outbox, receiver)
+        for part in as_letters(pickled):
+            letter = torch.frombuffer(part, dtype=torch.uint8).to(self._device)
+            self._send_tensor(message, letter, outbox, receiver)
         return Form.of_tree(pickle.loads(pickled))
 
     def _send_tensor(
@@ -181,21 +190,28 @@ class Mailbox:
         form = self._forms.get(message)
         if form is None:
             form = self._forms[message] = self._receive_form(message, sender)
-        tensors = [tensor.empty(self._device) for tensor in form.tensors]
-        transfers = [self._comm.recv(tensor, sender) for tensor in tensors]
+        if form.packing is not None and inbox.packs:
+            buffers = form.packing.empties(self._device)
+            tensors = form.packing.unpack(buffers)
+        else:
+            buffers = tensors = [tensor.empty(self._device) for tensor in form.tensors]
+        transfers = [self._comm.recv(buffer, sender) for buffer in buffers]
         inbox.posted[message] = form, tensors, transfers
 
     def _receive_form(self, message: Message, sender: Rank) -> Form:
         if self._is_void(message):
             return Form.of_tree(())
-        size = torch.empty(1, dtype=torch.int64, device=self._device)
-        self._wait(message, [self._comm.recv(size, sender)])
-        body = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
-        self._wait(message, [self._comm.recv(body, sender)])
-        return Form.of_tree(pickle.loads(body.cpu().numpy().tobytes()))
+        letter = self._receive_bytes(LETTER_BYTES, message, sender)
+        pickled, num_left = open_letter(letter)
+        if num_left > 0:
+            pickled += self._receive_bytes(num_left, message, sender)
+        return Form.of_tree(pickle.loads(pickled))
 
-    def _wait(self, message: Message, transfers: list[Transfer]) -> None:
-        self._clock.wait_for(transfers, partial(self._describe_receive, message))
+    def _receive_bytes(self, count: int, message: Message, sender: Rank) -> bytes:
+        buffer = torch.empty(count, dtype=torch.uint8, device=self._device)
+        transfer = self._comm.recv(buffer, sender)
+        self._clock.wait_for([transfer], partial(self._describe_receive, message))
+        return buffer.cpu().numpy().tobytes()
 
     def _is_void(self, message: Message) -> bool:
         """Return whether nothing is ever sent: a gradient of an activation that needs none."""
@@ -225,8 +241,10 @@ class Mailbox:
 class _Inbox:
     """The messages from one rank: all of them in order, and those that are posted."""
 
-    def __init__(self, messages: tuple[Message, ...]) -> None:
+    def __init__(self, messages: tuple[Message, ...], packs: bool, needs_every_wait: bool) -> None:
         self.messages = messages
+        self.packs = packs
+        self.needs_every_wait = needs_every_wait
         self.num_posted = 0
         self.posted: dict[Message, tuple[Form, list[Tensor], list[Transfer]]] = {}
 
@@ -234,7 +252,9 @@ class _Inbox:
 class _Outbox:
     """The messages to one rank: how many, and the tensors that are being sent."""
 
-    def __init__(self, copies: bool) -> None:
-        self.copies = copies
+    def __init__(self, comm: AbstractComm, receiver: Rank) -> None:
+        self.copies = comm.copies(receiver)
+        self.packs = comm.packs(receiver)
+        self.needs_every_wait = comm.needs_every_wait(receiver)
         self.num_sent = 0
         self.sent: deque[tuple[int, Message, Tensor, Transfer]] = deque()
