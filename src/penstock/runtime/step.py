@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from types import NoneType
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ from penstock.torch_private import (
 )
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+_NONE = frozenset((NoneType,))
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 Payload: TypeAlias = tuple[Leaves, pytree.TreeSpec]
@@ -365,13 +367,13 @@ class Step:
         """
         arguments: tuple[Any, ...] = ()
         rows: list[Leaves] = []
-        is_any = False
+        are_missing = True
         for message, (leaves, structure) in zip(task.needs, flight.outputs, strict=True):
             grads = self._take_gradient(message, leaves)
-            is_any = is_any or any(grad is not None for grad in grads)
+            are_missing = are_missing and _NONE.issuperset(map(type, grads))
             rows.append(grads)
             arguments += unflatten(grads, structure)
-        return as_outputs(arguments, flight.passage.outputs) if is_any else None, rows
+        return None if are_missing else as_outputs(arguments, flight.passage.outputs), rows
 
     def _take_gradient(self, message: Message, outputs: Leaves) -> list[Tensor | None]:
         """Return the gradient of each output; None for those that need none or were not used."""
@@ -382,7 +384,7 @@ class Step:
         else:
             form, tensors = self.mailbox.receive(message)
             if form.are_plain:
-                grads = [*tensors]
+                grads = cast(list[Tensor | None], tensors)
             else:
                 needing = list(filter(needs_grad, outputs))
                 grads = self._rebuild_gradients(message, form, tensors, needing)

@@ -185,14 +185,15 @@ def flatten(arguments: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the leaves of nested arguments, and the structure that they are nested in."""
     # Nearly all messages are plain tuples, for which torch's function takes ten times as long.
     if _LEAF_TYPES.issuperset(map(type, arguments)):
-        return list(arguments), _plain_tuple(len(arguments))
+        number = len(arguments)
+        return list(arguments), _ONE if number == 1 else _plain_tuple(number)
     # torch takes a torch.Size apart, and would restore it as a plain tuple.
     return pytree.tree_flatten(arguments, lambda value: isinstance(value, torch.Size))
 
 
 def unflatten(leaves: Sequence[Any], structure: pytree.TreeSpec) -> tuple[Any, ...]:
     """Return the arguments that `flatten` took apart, with these leaves."""
-    if structure is _plain_tuple(len(leaves)):
+    if structure is _ONE or structure is _plain_tuple(len(leaves)):
         return tuple(leaves)
     arguments: tuple[Any, ...] = pytree.tree_unflatten(leaves, structure)
     return arguments
@@ -205,6 +206,9 @@ _LEAF_TYPES = frozenset((Tensor, TensorForm, NoneType))
 @cache
 def _plain_tuple(length: int) -> pytree.TreeSpec:
     return pytree.tree_structure((None,) * length)
+
+
+_ONE = _plain_tuple(1)
 
 
 def _are_same(first: Any, second: Any) -> bool:
