@@ -37,9 +37,7 @@ def through_memory(packing: Packing, tensors: list[Tensor]) -> list[Tensor]:
 
 def test_tensors_of_many_dtypes_arrive_as_they_were() -> None:
     sizes = [(3,), (2, 5), (), (0, 4), (7, 1), (1,)]
-    tensors = [
-        (torch.randn(size) * 9).to(dtype) for size, dtype in zip(sizes, DTYPES, strict=True)
-    ]
+    tensors = [(torch.randn(size) * 9).to(dtype) for size, dtype in zip(sizes, DTYPES, strict=True)]
     packing = packing_of(tensors)
     assert packing is not None
     for expected, found in zip(tensors, through_memory(packing, tensors), strict=True):
@@ -55,7 +53,8 @@ def test_large_tensors_travel_by_themselves_and_are_not_copied() -> None:
     assert packing is not None
     pieces = packing.pack(tensors)
     assert [20, 4 * LARGE, 4 * LARGE] == [piece.nbytes for piece in pieces]
-    assert pieces[1] is tensors[1] and pieces[2] is tensors[3]
+    assert pieces[1] is tensors[1]
+    assert pieces[2] is tensors[3]
     assert all(map(torch.equal, tensors, through_memory(packing, tensors)))
 
 

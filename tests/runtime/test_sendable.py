@@ -14,7 +14,7 @@ from odd_tensors import REFUSED, SENT, Receiver, Sender, Tagged, memory_of, numb
 from penstock import LocalGroup, Pipeline, PipelineStage, local_ranks
 from penstock.comm.collective_results import values_of, waited
 from penstock.errors import CommError, StageError
-from penstock.runtime.messages.sendable import as_sent, find_fault
+from penstock.runtime.messages.sendable import as_sent, find_fault, is_memory_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Torch warns of half of these kinds.
 
@@ -73,6 +73,19 @@ def test_a_tensor_that_cannot_be_sent_is_refused_by_name(
     assert middle in str(first)
     assert isinstance(second, CommError)
     assert begin - 1 == len(receiver.came)
+
+
+@pytest.mark.parametrize("name", [*SENT, *REFUSED])
+def test_a_tensor_that_is_sent_without_a_closer_look_is_what_its_memory_holds(name: str) -> None:
+    make = SENT[name] if name in SENT else REFUSED[name][0]
+    tensor = make(numbers().requires_grad_())
+    if type(tensor) is not Tensor or tensor.is_quantized:
+        return  # These have another class or another dtype, and are always looked at closely.
+    is_alone = is_memory_alone(tensor, CPU, is_complex=tensor.is_complex())
+    assert not (is_alone and name in REFUSED)
+    assert is_alone or name != "plain"
+    if is_alone:
+        assert tensor.data_ptr() == as_sent(tensor, CPU, "here").data_ptr()
 
 
 class _GradientOf(nn.Module):

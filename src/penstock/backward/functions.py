@@ -43,9 +43,12 @@ def stage_backward(
         x.grad = None
         if not x.is_leaf:
             x.retain_grad()
-    with Translated(roots):
-        if roots:
+    if roots:
+        try:  # Every microbatch runs through here: a context would take longer.
             run_backward(roots, root_grads)
+        except RuntimeError as error:
+            Translated(roots).translate(error)
+            raise
     grads = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None

@@ -27,7 +27,12 @@ class Translated:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError) and (ours := self._translate(str(error))) is not None:
+        if isinstance(error, RuntimeError):
+            self.translate(error)
+
+    def translate(self, error: RuntimeError) -> None:
+        """Raise our error in place of one of autograd's; return if there is none."""
+        if (ours := self._translate(str(error))) is not None:
             raise ours from error
 
     def _translate(self, text: str) -> BackwardError | None:

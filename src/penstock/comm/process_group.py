@@ -92,7 +92,8 @@ class ProcessGroupComm(AbstractComm):
             left_s = max(deadline_s - time.monotonic(), 0.001)
             try:
                 self._store.wait(keys, timedelta(seconds=left_s))
-                values = [pickle.loads(self._store.get(key)) for key in keys]
+                # One question for all: the process that keeps the store answers one at a time.
+                values = [pickle.loads(value) for value in self._store.multi_get(keys)]
             except RuntimeError as exc:
                 awaited = f"{self._name_absent(keys)} {what}"
                 raise self._failures.explain(exc, awaited, self._timeout_s) from exc

@@ -283,13 +283,10 @@ class Step:
     def _take_activation(self, message: Message) -> tuple[Leaves, tuple[Any, ...]]:
         """Return the leaves of a forward's graph, and the arguments that are made of them."""
         made = self._made.pop(message, None)
-        if made is None:
-            return self._take_arrived(message)
-        leaves = self.observer.memory.take_over(made[0])
-        own = [stand_in_for(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return own, unflatten(own, made[1])
-
-    def _take_arrived(self, message: Message) -> tuple[Leaves, tuple[Any, ...]]:
+        if made is not None:
+            leaves = self.observer.memory.take_over(made[0])
+            own = [stand_in_for(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return own, unflatten(own, made[1])
         form, tensors = self.mailbox.receive(message)
         if not form.are_plain:
             stage = self.stages[message.taker]

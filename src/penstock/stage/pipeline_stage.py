@@ -153,6 +153,7 @@ class PipelineStage(Sealed):
         self._engine = None
         self._is_compiled = any(map(is_compiled, self._submod.modules()))
         self._wrapping = Wrapping.of(self._submod, f"stage {self.stage_index}")
+        self._is_sharded = bool(self._wrapping.sharding)
         self._outline = found
         self._num_changes += 1
 
@@ -194,7 +195,7 @@ class PipelineStage(Sealed):
     @property
     def is_sharded(self) -> bool:
         """True if fully_shard or replicate was called on the module or a part of it."""
-        return bool(self._wrapping.sharding)
+        return self._is_sharded
 
     @property
     def has_unreduced_grads(self) -> bool:
@@ -281,16 +282,14 @@ class PipelineStage(Sealed):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_split: bool) -> Passage:
         """Run a forward whose backward follows: in two halves if `is_split`."""
-        ddp = self._wrapping.ddp
-        run = self._forward_whole
-        if is_split and self.dw_builder is None:
-            run = self._forward_split
-        if ddp is None:
-            return run(args, kwargs)
-        with ddp.no_sync():
-            return run(args, kwargs)
+        if (ddp := self._wrapping.ddp) is not None:
+            with ddp.no_sync():
+                return self._forward(args, kwargs, is_split)
+        return self._forward(args, kwargs, is_split)
 
-    def _forward_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passage:
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_split: bool) -> Passage:
+        if is_split and self.dw_builder is None:
+            return self._forward_split(args, kwargs)
         outputs = self._submod(*args, **kwargs)
         builder = None if self.dw_builder is None else self._built_weight_backward
         return WholePassage(outputs, _inputs_of(args, kwargs), builder)
@@ -369,7 +368,8 @@ class PipelineStage(Sealed):
 
     def accumulate_grads(self) -> None:
         """Add up what a microbatch has added to sharded parameters."""
-        self._wrapping.sharding.accumulate()
+        if self._is_sharded:
+            self._wrapping.sharding.accumulate()
 
     def start_reduction(self) -> None:
         """Start to reduce the gradients of sharded parameters, once for the whole step."""

@@ -49,8 +49,7 @@ class TensorForm:
         return cls(shape, tensor.dtype, tensor.requires_grad, spread)
 
     def empty(self, device: torch.device) -> Tensor:
-        # Named: torch parses a size that is given by its place for twice as long.
-        return torch.empty(size=self.shape, dtype=self.dtype, device=device)
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def zeros(self, device: torch.device) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
@@ -69,6 +68,8 @@ class Form:
     """True if all tensors need a gradient."""
     packing: Packing | None = field(init=False, repr=False, compare=False)
     """The tensors that travel together on links where that pays."""
+    _likes: list[Tensor] = field(init=False, repr=False, compare=False)
+    """Tensors without memory, like those of the message, once one has been received."""
 
     def __post_init__(self) -> None:
         tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
@@ -77,6 +78,7 @@ class Form:
         object.__setattr__(self, "tensors", tensors)
         object.__setattr__(self, "are_plain", is_flat and are_plain)
         object.__setattr__(self, "need_grads", all(t.requires_grad for t in tensors))
+        object.__setattr__(self, "_likes", [])
         packing = Packing.of([(t.shape, t.dtype) for t in tensors])
         object.__setattr__(self, "packing", packing)
 
@@ -90,6 +92,16 @@ class Form:
         """Return the form with the leaves of `tree`, in which TensorForms stand for tensors."""
         leaves, structure = flatten(tree)
         return cls(structure, tuple(leaves))
+
+    def empties(self, device: torch.device) -> list[Tensor]:
+        """Return tensors in which to receive those of a message."""
+        if not self._likes:
+            for form in self.tensors:
+                like = form.empty(device)
+                like.untyped_storage().resize_(0)
+                self._likes.append(like)
+        # A third of the time of torch.empty, which parses a shape, a dtype and a device.
+        return [torch.empty_like(like) for like in self._likes]
 
     def as_tree(self) -> Any:
         """Return what `of_tree` takes; unlike the structure by itself, it can be pickled."""
@@ -110,7 +122,7 @@ class Form:
                 type(leaf) is not Tensor
                 or leaf.dtype is not form.dtype  # A quantised tensor has a dtype of its own.
                 or leaf.requires_grad is not form.requires_grad
-                or not is_memory_alone(leaf, device)
+                or not is_memory_alone(leaf, device, is_complex=form.dtype.is_complex)
                 or leaf.shape != form.shape
             ):
                 return None

@@ -80,7 +80,8 @@ class Mailbox:
         if outbox.packs and form.packing is not None:
             ready = form.packing.pack(ready)
         for tensor in ready:
-            self._send_tensor(message, tensor, outbox, receiver)
+            transfer = self._comm.send(tensor, receiver)
+            outbox.sent.append((outbox.num_sent, message, tensor, transfer))
 
     def receive(self, message: Message) -> tuple[Form, list[Tensor]]:
         """Wait for a message; return its form and its tensors."""
@@ -89,7 +90,8 @@ class Mailbox:
         while message not in inbox.posted:
             self._post_next(sender, inbox)
         # Post before waiting: posting takes time, which a waiting rank has.
-        self._post_ahead(sender, inbox)
+        if inbox.num_posted < len(inbox.messages):
+            self._post_ahead(sender, inbox)
         form, tensors, transfers = inbox.posted.pop(message)
         awaited = transfers if inbox.needs_every_wait else transfers[-1:]
         self._clock.wait_for(awaited, partial(self._describe_receive, message))
@@ -166,14 +168,9 @@ class Mailbox:
             ) from exc
         for part in as_letters(pickled):
             letter = torch.frombuffer(part, dtype=torch.uint8).to(self._device)
-            self._send_tensor(message, letter, outbox, receiver)
+            transfer = self._comm.send(letter, receiver)
+            outbox.sent.append((outbox.num_sent, message, letter, transfer))
         return Form.of_tree(pickle.loads(pickled))
-
-    def _send_tensor(
-        self, message: Message, tensor: Tensor, outbox: "_Outbox", receiver: Rank
-    ) -> None:
-        transfer = self._comm.send(tensor, receiver)
-        outbox.sent.append((outbox.num_sent, message, tensor, transfer))
 
     def _post_ahead(self, sender: Rank, inbox: "_Inbox") -> None:
         while (
@@ -194,7 +191,7 @@ class Mailbox:
             buffers = form.packing.empties(self._device)
             tensors = form.packing.unpack(buffers)
         else:
-            buffers = tensors = [tensor.empty(self._device) for tensor in form.tensors]
+            buffers = tensors = form.empties(self._device)
         transfers = [self._comm.recv(buffer, sender) for buffer in buffers]
         inbox.posted[message] = form, tensors, transfers
 

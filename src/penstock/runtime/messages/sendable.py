@@ -43,24 +43,24 @@ def as_sent(tensor: Tensor, device: torch.device, place: str, number: int | None
     return values.resolve_conj().resolve_neg().contiguous()
 
 
-def is_memory_alone(tensor: Tensor, device: torch.device) -> bool:
+def is_memory_alone(tensor: Tensor, device: torch.device, *, is_complex: bool) -> bool:
     """Return whether a tensor of class Tensor is certainly the contiguous memory that it looks.
 
     If so, `as_sent` would return its values as they are. For a tensor that is not quantised.
     """
     try:
+        # Other layouts have no address, and raise an error.
         return (
             (tensor.device == device or _is_on(device, tensor.device))
-            and tensor.layout is torch.strided
             and not tensor.is_nested
             and tensor.is_contiguous()
             and not tensor.is_neg()
-            and not tensor.is_conj()
+            and not (is_complex and tensor.is_conj())
             and tensor.data_ptr() != 0
             and tensor.storage_offset() == 0
             and tensor.nbytes <= tensor.untyped_storage().nbytes()
         )
-    except RuntimeError:  # Raised for a tensor that a transform of torch.func has wrapped.
+    except RuntimeError:  # Also raised for a tensor that a transform of torch.func has wrapped.
         return False
 
 
