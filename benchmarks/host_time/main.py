@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,30 +203,37 @@ def count_instructions() -> dict[str, int]:
         if shutil.which(tool) is None:
             sys.exit(f"{tool} is needed to count instructions. Install it (Debian: {tool}).")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "marks.c").write_text(_MARKS)
-        marks = f"{folder}/marks.so"
-        subprocess.run(
-            ["gcc", "-O2", "-shared", "-fPIC", f"{folder}/marks.c", "-o", marks], check=True
-        )
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
         command += [f"--callgrind-out-file={folder}/out", sys.executable, __file__]
         subprocess.run(
-            [*command, "counted", "--marks", marks],
+            [*command, "counted", "--marks", make_marks(folder)],
             check=True,
             timeout=1200,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         found: dict[str, int] = {}
-        for file in Path(folder).glob("out.*"):
-            lines = file.read_text(errors="ignore").splitlines()
-            labels = [line for line in lines if line.startswith("desc: Trigger: Client Request: ")]
-            totals = [line for line in lines if line.startswith(("totals:", "summary:"))]
-            if labels and totals:
-                label = labels[0].split(": ")[-1]
-                count = int(totals[-1].split()[1])
-                found[label] = min(count, found.get(label, count))
+        for label, count in read_counts(folder):
+            found[label] = min(count, found.get(label, count))
     return found
+
+
+def make_marks(folder: str) -> str:
+    """Compile the functions that tell callgrind what to count; return the path of the library."""
+    (Path(folder) / "marks.c").write_text(_MARKS)
+    marks = f"{folder}/marks.so"
+    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", f"{folder}/marks.c", "-o", marks], check=True)
+    return marks
+
+
+def read_counts(folder: str) -> Iterator[tuple[str, int]]:
+    """Yield the label and the instructions of each dump."""
+    for file in Path(folder).glob("out.*"):
+        lines = file.read_text(errors="ignore").splitlines()
+        labels = [line for line in lines if line.startswith("desc: Trigger: Client Request: ")]
+        totals = [line for line in lines if line.startswith(("totals:", "summary:"))]
+        if labels and totals:
+            yield labels[0].split(": ")[-1], int(totals[-1].split()[1])
 
 
 def run_counted(marks_path: str) -> None:
