@@ -254,7 +254,7 @@ class Step:
             payloads = []
             for message, values in zip(task.makes, stage.share_out(mb, outputs), strict=True):
                 payload = flatten(values)
-                if not self.program.flow.is_sent(message):
+                if message.taker in self.stages:
                     self._hand_over(payload[0], stage, mb)
                 self._made[message] = payload
                 payloads.append(payload)
@@ -342,8 +342,8 @@ class Step:
             self.observer.memory.arrived(task.needs, arrived)
         if grads is None:
             return (None,) * len(flight.passage.inputs), do_nothing
-        if self.observer is UNWATCHED:
-            return self._run_passage(mb, flight, grads)
+        if flight.loss is None and self.observer is UNWATCHED:
+            return flight.passage.backward(grads)
         with self.observer.memory.watching(stage, ()) as note:
             result = self._run_passage(mb, flight, grads)
             note(flight.passage.held)
