@@ -83,7 +83,7 @@ class CompiledCalls:
         params: Sequence[Tensor],
     ) -> None:
         """Leave the weight half of a call: `run` on `kept` returns the gradients of `params`."""
-        tensors = Unmodified(value for value in kept if isinstance(value, Tensor))
+        tensors = Unmodified([value for value in kept if isinstance(value, Tensor)])
         self._waiting.append(WaitingCall(sequence_number, run, kept, tensors, params))
 
     @contextmanager

@@ -15,8 +15,8 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 
 from penstock.backward.compiled_calls import CompiledCalls, WaitingCall, note_calls_in, stop_noting
+from penstock.backward.graph_pattern import gradient_edge
 from penstock.backward.groups import ParamGroup
-from penstock.backward.harvesting import gradient_edge
 from penstock.backward.input_half import HalfPlan, plan_for, run_input_half
 from penstock.backward.leaf_modules import Sink, Tap, add_terms, find_leaf_modules
 from penstock.backward.settling import carry_on, settle_all
@@ -126,12 +126,17 @@ class SplitEngine(Sealed):
             leaf.params.refresh()
 
     def _trainable(self) -> list[Tensor]:
-        found: Iterable[Tensor | None]
+        wanted: list[Tensor]
         if self._sharding is None:
-            found = [param for own in self._parameters for param in own.values()]
+            wanted = [
+                param
+                for own in self._parameters
+                for param in own.values()
+                if param is not None and param.requires_grad
+            ]
         else:
             found = self._sharding.used_parameters(self._parameters)
-        wanted = [p for p in found if p is not None and p.requires_grad]
+            wanted = [param for param in found if param is not None and param.requires_grad]
         if len(set(map(id, wanted))) == len(wanted):
             return wanted
         return list({id(param): param for param in wanted}.values())
@@ -156,11 +161,11 @@ class SplitEngine(Sealed):
     ) -> tuple[Sequence[Tensor | None], "_Remainder"]:
         """Return the inputs' gradients and the work left for W, from one engine pass."""
         params = self._trainable()
-        edges = [GradientEdge(node, 0) for node, *_ in taps]
+        edges = [GradientEdge(tap[0], 0) for tap in taps]
         plan = HalfPlan((), params)
         if self._must_walk and inputs:
             # Nodes that lead to a tap run in this pass and are released, so they cannot wait.
-            plan = plan_for(roots, [*map(gradient_edge, inputs), *edges], params)
+            plan = plan_for(roots, inputs, params, [tap[0] for tap in taps])
             self._must_walk = bool(plan.waiting)
         can_split = inputs and calls.is_any_noted
         splitting = calls.splitting(params) if can_split else nullcontext()

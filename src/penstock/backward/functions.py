@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from penstock.backward.groups import ParamGroup
-from penstock.backward.harvesting import gradient_edge
 from penstock.backward.input_half import arrived_group, plan_for, run_input_half
 from penstock.backward.settling import carry_on, settle
 from penstock.backward.sources import WeightWork
@@ -92,7 +91,7 @@ def stage_backward_input(
             "stage_backward, or a stage that is not sharded."
         )
     with Translated(roots):
-        plan = plan_for(roots, [gradient_edge(x) for x in inputs], trainable)
+        plan = plan_for(roots, inputs, trainable)
         grads, _, urgent_grads, groups = run_input_half(plan, roots, root_grads, inputs)
         groups += arrived_group(plan.urgent, urgent_grads)
     for x, grad in zip(inputs, grads, strict=True):
@@ -130,7 +129,7 @@ def stage_backward_weight(
             found.check()
 
     settle(terms, signal_accumulators=_reducers_may_wait(), recheck=recheck)
-    return tuple(weight.grad for weight in weights)
+    return tuple([weight.grad for weight in weights])
 
 
 def _reducers_may_wait() -> bool:

@@ -1,4 +1,4 @@
-"""Find the weight gradients in a finished autograd graph that can be deferred.
+"""Find the weight gradients that can be deferred, from the pattern of a finished autograd graph.
 
 The *input side* of the graph is every node from which a stage input can be reached: the
 nodes that an input backward runs. If such a node also has an edge to a part of the
@@ -14,239 +14,243 @@ of I, and W does the rest. The gradient of any other parameter is computed in th
 pass, and only added in W. Parameters that share a node, or a part off the input side,
 form a cluster and are treated alike, so that no gradient is lost or counted twice.
 
-This runs for every microbatch, between two engine passes, so it is written for speed:
-accumulators are never visited, and dictionaries are keyed by `id`, since hashing a tensor
-costs more than the lookup.
+All this knows nodes by their places and weights by their indices. It takes nothing but the
+pattern, so the result holds for every graph of that pattern, and is kept for the next one.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
-
-from penstock.backward.sources import Source, Use, source_of
-from penstock.errors import BackwardError
-from penstock.torch_private import accumulated_variable, sequence_number
-
-Edges: TypeAlias = Sequence[tuple[Node | None, int]]
-
-
-def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """Return the edge where a tensor's gradient arrives: at its node, or a leaf's accumulator."""
-    if tensor.grad_fn is not None:
-        return GradientEdge(tensor.grad_fn, tensor.output_nr)
-    with torch.enable_grad():
-        view = tensor.view_as(tensor).grad_fn
-    if view is None:
-        raise BackwardError(
-            "a backward was started inside torch.inference_mode(), which records no graphs. "
-            "Start it outside."
-        )
-    (accumulator, _), *_ = view.next_functions
-    assert accumulator is not None
-    return GradientEdge(accumulator, 0)
+from penstock.backward.graph_pattern import (
+    INPUT,
+    LEAF,
+    NO_WEIGHT,
+    PER_EDGE,
+    PER_GRADIENT,
+    PRODUCT,
+    TRANSPOSE,
+    Pattern,
+)
+from penstock.backward.sources import Use
 
 
-_Accumulator: type[Node] = type(gradient_edge(torch.empty(0, requires_grad=True)).node)
+class Place(NamedTuple):
+    """The end of an edge: the place of a node, and the number of its gradient."""
+
+    place: int
+    number: int
 
 
 class User(NamedTuple):
-    """A node of the input side that uses parameters; without a source, autograd must run it."""
+    """A node of the input side that uses weights.
 
-    node: Node
-    source: Source | None
-    params: Sequence[Tensor]
+    `targets`, one for each use: the index of a weight, or a part of the graph that leads to some.
+    `is_direct`: all are weights.
+    """
+
+    place: int
+    uses: tuple[Use, ...]
+    targets: tuple[int | Place, ...]
+    is_direct: bool
 
 
-class Cluster:
-    """Parameters that are deferred together or not at all, and everything that leads to them.
+class Cluster(NamedTuple):
+    """Weights that are deferred together or not at all, and everything that leads to them.
 
     `users`: nodes of the input side. `tails`: the indices of roots off the input side.
     """
 
-    __slots__ = ("params", "tails", "users")
-
-    def __init__(self) -> None:
-        self.params: dict[int, Tensor] = {}
-        self.users: list[User] = []
-        self.tails: list[int] = []
-
-    def absorb(self, other: "Cluster") -> None:
-        self.params.update(other.params)
-        self.users += other.users
-        self.tails += other.tails
-
-    def can_wait(self) -> bool:
-        return all(user.source is not None for user in self.users)
+    weights: tuple[int, ...]
+    users: tuple[User, ...]
+    tails: tuple[int, ...]
 
 
-def harvest(
-    roots: Sequence[GradientEdge], inputs: Iterable[GradientEdge], weights: Iterable[Tensor]
-) -> list[Cluster]:
-    """Return the clusters of all weights that the roots lead to, in time linear in the graph."""
-    graph = _Graph([root.node for root in roots], {edge.node for edge in inputs})
-    params = _Parameters(graph, weights)
-    clusters: dict[int, Cluster] = {}
-    for node in graph.users():
-        user = _user(node, graph, params)
-        if user is not None:
-            _cluster_of(user.params, clusters).users.append(user)
-    for number, root in enumerate(roots):
-        below = () if root.node in graph.input_side else params.below(root.node)
+class Harvest(NamedTuple):
+    """The clusters that can wait if all their users have sources, and the weights that cannot."""
+
+    clusters: tuple[Cluster, ...]
+    urgent: tuple[int, ...]
+
+
+@lru_cache(maxsize=32)
+def harvest(pattern: Pattern) -> Harvest:
+    """Return all weights that the roots lead to, in time linear in the graph."""
+    graph = _Graph(pattern)
+    found = _Clusters()
+    for place in graph.users():
+        user, weights, is_passed = _user(place, graph)
+        if weights:
+            group = found.of(weights)
+            group.users.append(user)
+            group.may_wait &= is_passed and graph.kinds[place] == PRODUCT
+    for number, root in enumerate(graph.roots):
+        below = () if root in graph.input_side else graph.weights_below(root)
         if below:
-            _cluster_of(below, clusters).tails.append(number)
-    found = list({id(cluster): cluster for cluster in clusters.values()}.values())
-    for cluster in found:
-        if len(cluster.users) > 1:  # Autograd runs them, and adds their gradients, in this order.
-            cluster.users.sort(key=lambda user: sequence_number(user.node), reverse=True)
-    return found
+            found.of(below).tails.append(number)
+    groups = found.all()
+    clusters = [
+        Cluster(tuple(group.weights), tuple(group.users), tuple(group.tails))
+        for group in groups
+        if group.may_wait
+    ]
+    urgent = [weight for group in groups if not group.may_wait for weight in group.weights]
+    return Harvest(tuple(clusters), tuple(urgent))
 
 
 class _Graph:
-    """All nodes that the roots lead to, except accumulators, and which are on the input side."""
+    """A graph, read from its pattern: the kinds of nodes, their edges, and the input side."""
 
-    __slots__ = ("_above_leaves", "_parents", "edges", "input_side", "inputs")
+    __slots__ = ("_below", "_leaves", "_parents", "edges", "input_side", "kinds", "roots")
 
-    def __init__(self, roots: Sequence[Node], inputs: set[Node]) -> None:
-        self.inputs = inputs
-        self.edges = edges = dict[Node, Edges]()
-        self._parents = parents = dict[Node, list[Node]]()
-        self._above_leaves = above_leaves = dict[Node, None]()
-        self.input_side = input_side = set[Node]()
-        stack = list(roots)
+    def __init__(self, pattern: Pattern) -> None:
+        self.roots = pattern.roots
+        self.kinds: list[int] = []
+        self.edges: list[list[Place]] = []
+        self._leaves: dict[int, int] = {}
+        self._below: dict[int, Sequence[int]] = {}
+        self._parents: dict[int, list[int]] = {}
+        self._read(pattern.numbers)
+        for place, edges in enumerate(self.edges):
+            for child, _ in edges:
+                self._parents.setdefault(child, []).append(place)
+        inputs = [leaf for leaf, weight in self._leaves.items() if weight == INPUT]
+        self.input_side = {*pattern.halts, *inputs}
+        self._complete(self.input_side)
+
+    def _read(self, numbers: Iterable[int]) -> None:
+        numbers = iter(numbers)
+        for place, number in enumerate(numbers):
+            num_edges, kind = divmod(number, PER_EDGE)
+            self.kinds.append(kind)
+            if kind == LEAF:
+                self._leaves[place] = next(numbers)
+            ends = [divmod(next(numbers), PER_GRADIENT) for _ in range(num_edges)]
+            self.edges.append([Place(child, gradient) for gradient, child in ends])
+
+    def _complete(self, places: set[int]) -> None:
+        """Add all nodes that lead to those in `places`."""
+        stack = list(places)
         while stack:
-            node = stack.pop()
-            if node in edges:
-                continue
-            if node in inputs:
-                input_side.add(node)
-            edges[node] = following = node.next_functions
-            for child, _ in following:
-                if child is None:
-                    continue
-                if type(child) is _Accumulator:
-                    if child in inputs:
-                        input_side.add(node)
-                    else:
-                        above_leaves[node] = None
-                elif child in parents:
-                    parents[child].append(node)
-                else:
-                    parents[child] = [node]
-                    stack.append(child)
-        self._complete(input_side)
-
-    def _complete(self, nodes: set[Node]) -> None:
-        """Add all nodes that lead to those in `nodes`."""
-        parents = self._parents
-        stack = list(nodes)
-        while stack:
-            for parent in parents.get(stack.pop(), ()):
-                if parent not in nodes:
-                    nodes.add(parent)
+            for parent in self._parents.get(stack.pop(), ()):
+                if parent not in places:
+                    places.add(parent)
                     stack.append(parent)
 
-    def users(self) -> Iterable[Node]:
-        """Return nodes of the input side that may use parameters, directly or through others."""
-        found: dict[Node, None] = {}
-        stack = list(self._above_leaves)
+    def users(self) -> Iterable[int]:
+        """Return nodes of the input side that may use weights, directly or through others."""
+        found: dict[int, None] = {}
+        stack = [leaf for leaf, weight in self._leaves.items() if weight >= 0]
         seen = set(stack)
         while stack:
-            node = stack.pop()
-            if node in self.input_side:
-                found[node] = None
-                continue
-            for parent in self._parents.get(node, ()):
-                if parent not in seen:
+            for parent in self._parents.get(stack.pop(), ()):
+                if parent in self.input_side:
+                    found[parent] = None
+                elif parent not in seen:
                     seen.add(parent)
                     stack.append(parent)
         return found
 
+    def weight_of(self, place: int) -> int:
+        """Return the index of the weight that this node accumulates into, or a negative number."""
+        return self._leaves.get(place, NO_WEIGHT)
 
-class _Parameters:
-    """The weights that nodes off the input side lead to."""
+    def weight_of_transpose(self, place: int) -> int:
+        """Return the index of the weight whose transpose this node made, or a negative number."""
+        if self.kinds[place] != TRANSPOSE:
+            return NO_WEIGHT
+        return self.weight_of(self.edges[place][0].place)
 
-    __slots__ = ("_below", "_graph", "_weights")
-
-    def __init__(self, graph: _Graph, weights: Iterable[Tensor]) -> None:
-        self._graph = graph
-        self._weights = {id(weight) for weight in weights}
-        self._below: dict[Node, Sequence[Tensor]] = {}
-
-    def of(self, node: Node | None) -> Tensor | None:
-        """Return the weight that this node accumulates into, or None."""
-        if type(node) is not _Accumulator:
-            return None
-        variable = accumulated_variable(node)
-        return variable if id(variable) in self._weights else None
-
-    def of_transpose(self, node: Node) -> Tensor | None:
-        """Return the weight whose transpose this node made, or None."""
-        if type(node).__name__ != "TBackward0":
-            return None
-        return self.of(self._graph.edges[node][0][0])
-
-    def below(self, node: Node) -> Sequence[Tensor]:
+    def weights_below(self, place: int) -> Sequence[int]:
         """Return all weights that can be reached from a node off the input side."""
-        known = self._below.get(node)
+        known = self._below.get(place)
         if known is not None:
             return known
-        found: dict[int, Tensor] = {}
-        seen = {node}
-        stack = [node]
+        found: dict[int, None] = {}
+        seen = {place}
+        stack = [place]
         while stack:
             current = stack.pop()
-            param = self.of(current)
-            if param is not None:
-                found[id(param)] = param
-            for child, _ in self._graph.edges.get(current, ()):
-                if child is not None and child not in seen:
+            if (weight := self.weight_of(current)) >= 0:
+                found[weight] = None
+            for child, _ in self.edges[current]:
+                if child not in seen:
                     seen.add(child)
                     stack.append(child)
-        self._below[node] = params = tuple(found.values())
-        return params
+        self._below[place] = weights = tuple(found)
+        return weights
 
 
-def _user(node: Node, graph: _Graph, params: _Parameters) -> User | None:
-    """Return the node as a user of parameters, or None if it is not one."""
+def _user(place: int, graph: _Graph) -> tuple[User, list[int], bool]:
+    """Return a node as a user, all weights it leads to, and whether a pass goes on to an input.
+
+    The pass stops at an input that does not lead to another input.
+    """
     uses: list[Use] = []
-    used: list[Tensor] = []
-    is_passed = False  # The pass stops at an input that does not lead to another input.
-    for number, (child, output_nr) in enumerate(graph.edges[node]):
-        if child is None:
-            continue
-        if child in graph.input_side or child in graph.inputs:
+    targets: list[int | Place] = []
+    weights: list[int] = []
+    is_passed = False
+    for number, end in enumerate(graph.edges[place]):
+        child = end.place
+        if child in graph.input_side:
             is_passed = True
-            continue
-        if (param := params.of(child)) is not None:
-            uses.append(Use(number, param, False))
-            used.append(param)
-        elif (param := params.of_transpose(child)) is not None:
-            uses.append(Use(number, param, True))
-            used.append(param)
-        elif below := params.below(child):
-            uses.append(Use(number, GradientEdge(child, output_nr), False))
-            used.extend(below)
-    if not uses:
-        return None
-    return User(node, source_of(node, uses) if is_passed else None, used)
+        elif (weight := graph.weight_of(child)) >= 0:
+            uses.append(Use(number, False))
+            targets.append(weight)
+            weights.append(weight)
+        elif (weight := graph.weight_of_transpose(child)) >= 0:
+            uses.append(Use(number, True))
+            targets.append(weight)
+            weights.append(weight)
+        elif below := graph.weights_below(child):
+            uses.append(Use(number, False))
+            targets.append(end)
+            weights.extend(below)
+    is_direct = not any(isinstance(target, Place) for target in targets)
+    return User(place, tuple(uses), tuple(targets), is_direct), weights, is_passed
 
 
-def _cluster_of(params: Sequence[Tensor], clusters: dict[int, Cluster]) -> Cluster:
-    """Return one cluster of all these parameters: a new one, or their clusters joined."""
-    host: Cluster | None = None
-    for param in params:
-        other = clusters.get(id(param))
+class _Group:
+    """A cluster in the making."""
+
+    __slots__ = ("may_wait", "tails", "users", "weights")
+
+    def __init__(self) -> None:
+        self.weights: dict[int, None] = {}
+        self.users: list[User] = []
+        self.tails: list[int] = []
+        self.may_wait = True
+
+    def absorb(self, other: "_Group") -> None:
+        self.weights.update(other.weights)
+        self.users += other.users
+        self.tails += other.tails
+        self.may_wait &= other.may_wait
+
+
+class _Clusters:
+    """The clusters found so far, by weight."""
+
+    __slots__ = ("_of_weight",)
+
+    def __init__(self) -> None:
+        self._of_weight: dict[int, _Group] = {}
+
+    def of(self, weights: Sequence[int]) -> _Group:
+        """Return one cluster of all these weights: a new one, or their clusters joined."""
+        host: _Group | None = None
+        for weight in weights:
+            other = self._of_weight.get(weight)
+            if host is None:
+                host = other
+            elif other is not None and other is not host:
+                host.absorb(other)
+                self._of_weight.update(dict.fromkeys(other.weights, host))
         if host is None:
-            host = other
-        elif other is not None and other is not host:
-            host.absorb(other)
-            clusters.update(dict.fromkeys(other.params, host))
-    if host is None:
-        host = Cluster()
-    for param in params:
-        host.params[id(param)] = param
-        clusters[id(param)] = host
-    return host
+            host = _Group()
+        host.weights.update(dict.fromkeys(weights))
+        self._of_weight.update(dict.fromkeys(weights, host))
+        return host
+
+    def all(self) -> list[_Group]:
+        return list({id(group): group for group in self._of_weight.values()}.values())

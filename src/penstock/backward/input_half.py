@@ -1,38 +1,88 @@
 """The input backward: one engine pass that computes the input gradients and what W needs."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
+from penstock.backward.graph_pattern import gradient_edge, read_graph
 from penstock.backward.groups import Gradients, ParamGroup
-from penstock.backward.harvesting import Cluster, gradient_edge, harvest
+from penstock.backward.harvesting import Cluster, Place, harvest
 from penstock.backward.settling import HooksPutOff
-from penstock.backward.sources import Passage, Source
-from penstock.torch_private import run_backward
+from penstock.backward.sources import Passage, Source, Target, source_of
+from penstock.torch_private import run_backward, sequence_number
+
+
+class Deferred(NamedTuple):
+    """A cluster whose gradients wait: its weights, the nodes that use them with their sources, and
+    the indices of roots that lead only to it."""
+
+    params: Sequence[Tensor]
+    nodes: Sequence[Node]
+    sources: list[Source]
+    tails: Sequence[int]
 
 
 class HalfPlan(NamedTuple):
     """The weights whose gradients wait until W, and those that the pass computes: see `harvest`."""
 
-    waiting: Sequence[Cluster]
+    waiting: Sequence[Deferred]
     urgent: Sequence[Tensor]
 
 
 def plan_for(
-    roots: Sequence[Tensor], inputs: Sequence[GradientEdge], weights: Sequence[Tensor]
+    roots: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    halts: Iterable[Node] = (),
 ) -> HalfPlan:
-    """Return the plan that defers all that can wait, for the graph from `roots` to `inputs`."""
-    waiting: list[Cluster] = []
-    urgent: list[Tensor] = []
-    for cluster in harvest([gradient_edge(root) for root in roots], inputs, weights):
-        if cluster.can_wait():
-            waiting.append(cluster)
+    """Return the plan that defers all that can wait, for the graph from `roots` to `inputs`.
+
+    `halts`: further nodes at which the pass ends.
+    """
+    nodes, pattern = read_graph(roots, inputs, halts, weights)
+    clusters, always_urgent = harvest(pattern)
+    waiting: list[Deferred] = []
+    urgent = [weights[index] for index in always_urgent]
+    for cluster in clusters:
+        params = [weights[index] for index in cluster.weights]
+        deferred = _defer(cluster, params, nodes, weights)
+        if deferred is None:
+            urgent += params
         else:
-            urgent += cluster.params.values()
+            waiting.append(deferred)
     return HalfPlan(waiting, urgent)
+
+
+def _defer(
+    cluster: Cluster, params: Sequence[Tensor], nodes: Sequence[Node], weights: Sequence[Tensor]
+) -> Deferred | None:
+    """Return the cluster of these parameters with its sources; None if one is missing."""
+    users = cluster.users
+    if len(users) > 1:  # Autograd runs them, and adds their gradients, in this order.
+        users = tuple(sorted(users, key=lambda user: -sequence_number(nodes[user.place])))
+    own_nodes: list[Node] = []
+    sources: list[Source] = []
+    for place, uses, planned, is_direct in users:
+        targets: list[Target]
+        if is_direct:
+            targets = [weights[index] for index in planned]  # type: ignore[index]  # no Place
+        else:
+            targets = [_target(target, nodes, weights) for target in planned]
+        node = nodes[place]
+        source = source_of(node, uses, targets)
+        if source is None:
+            return None
+        own_nodes.append(node)
+        sources.append(source)
+    return Deferred(params, own_nodes, sources, cluster.tails)
+
+
+def _target(target: int | Place, nodes: Sequence[Node], weights: Sequence[Tensor]) -> Target:
+    if isinstance(target, Place):
+        return GradientEdge(nodes[target.place], target.number)
+    return weights[target]
 
 
 class InputHalf(NamedTuple):
@@ -54,44 +104,58 @@ def run_input_half(
 ) -> InputHalf:
     """Run the pass. It releases the part of the graph that it runs; no hook of a weight runs."""
     wanted = [*inputs, *taps, *plan.urgent]
-    arrivals: list[list[list[Gradients]]] = []
     grads: Sequence[Tensor | None] = ()
-    with HooksPutOff(plan.urgent):
-        if plan.waiting:
-            with _watching(plan.waiting) as arrivals:
-                grads = run_backward(roots, root_grads, wanted) if wanted else ()
-        elif wanted:
+    with HooksPutOff(plan.urgent), _Watch(plan.waiting) as arrivals:
+        if wanted:
             grads = run_backward(roots, root_grads, wanted)
-    groups: list[ParamGroup] = []
-    for cluster, arrived in zip(plan.waiting, arrivals, strict=True):
-        sources = [user.source for user in cluster.users if user.source is not None]
-        arrived_grads: list[Gradients] = [given[0] if given else () for given in arrived]
-        tails: list[Source] = [Passage(gradient_edge(roots[n])) for n in cluster.tails]
-        tail_grads: list[Gradients] = [(root_grads[n],) for n in cluster.tails]
-        groups.append(ParamGroup(cluster.params, sources + tails, arrived_grads + tail_grads))
+    groups = [
+        _group(deferred, arrived, roots, root_grads)
+        for deferred, arrived in zip(plan.waiting, arrivals, strict=True)
+    ]
     first_tap, first_urgent = len(inputs), len(inputs) + len(taps)
     return InputHalf(grads[:first_tap], grads[first_tap:first_urgent], grads[first_urgent:], groups)
 
 
-@contextmanager
-def _watching(clusters: Sequence[Cluster]) -> Iterator[list[list[list[Gradients]]]]:
-    """Record the gradients that arrive, in one list for every user of every cluster.
+def _group(
+    deferred: Deferred,
+    arrived: Sequence[list[Gradients]],
+    roots: Sequence[Tensor],
+    root_grads: Sequence[Tensor],
+) -> ParamGroup:
+    params, _, sources, tails = deferred
+    grads: list[Gradients] = [given[0] if given else () for given in arrived]
+    for number in tails:
+        sources.append(Passage(gradient_edge(roots[number])))
+        grads.append((root_grads[number],))
+    return ParamGroup(params, sources, grads)
+
+
+class _Watch:
+    """A context that records the gradients that arrive, in one list for every user.
 
     This takes pre-hooks: gradients that the engine captures at a node lack the changes of
     tensor hooks.
     """
-    handles = []
-    arrivals: list[list[list[Gradients]]] = []
-    for cluster in clusters:
-        lists: list[list[Gradients]] = []
-        for user in cluster.users:
-            lists.append([])
-            handles.append(user.node.register_prehook(lists[-1].append))
-        arrivals.append(lists)
-    try:
-        yield arrivals
-    finally:
-        for handle in handles:
+
+    __slots__ = ("_handles", "_waiting")
+
+    def __init__(self, waiting: Sequence[Deferred]) -> None:
+        self._waiting = waiting
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> list[list[list[Gradients]]]:
+        arrivals: list[list[list[Gradients]]] = []
+        for deferred in self._waiting:
+            lists: list[list[Gradients]] = []
+            for node in deferred.nodes:
+                arrived: list[Gradients] = []
+                self._handles.append(node.register_prehook(arrived.append))
+                lists.append(arrived)
+            arrivals.append(lists)
+        return arrivals
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
             handle.remove()
 
 
@@ -100,6 +164,5 @@ def arrived_group(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> l
     arrived = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
     if not arrived:
         return []
-    by_id = {id(param): param for param, _ in arrived}
     sources = [Passage(param) for param, _ in arrived]
-    return [ParamGroup(by_id, sources, [(grad,) for _, grad in arrived])]
+    return [ParamGroup([param for param, _ in arrived], sources, [(grad,) for _, grad in arrived])]

@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -17,8 +18,8 @@ from torch.autograd.graph import GradientEdge
 from penstock.backward.terms import Term, Total, value_of
 from penstock.torch_private import (
     foreach_add_,
+    grad_and_hooks,
     is_dtensor,
-    post_accumulate_hooks,
     set_grad_mode,
     set_tensor_hooks,
     tensor_hooks,
@@ -30,7 +31,7 @@ Terms: TypeAlias = list[tuple[Tensor, Term]]
 Tails: TypeAlias = list[tuple[GradientEdge, Term]]
 """Terms, each with the edge in the graph where it arrives: autograd continues from there."""
 
-PLAIN_TYPES = (torch.nn.Parameter, Tensor)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """The classes of tensors that have nothing but their values."""
 # Up to this size a call costs more than the addition, so small additions share a call.
 _FEW_ELEMENTS = 2**14
@@ -112,17 +113,35 @@ def _settle(
 ) -> bool:
     """Settle a batch; return whether hooks may have run."""
     plain: Terms = []
+    grads: list[Tensor | None] = []
     delivery = _Delivery()
-    for param, term in terms:
-        if _adds_plainly(param, param.grad):
-            plain.append((param, term))
-        else:
+    for entry in terms:
+        param, term = entry
+        grad, hooks, late_hooks = grad_and_hooks(param)
+        if (
+            hooks
+            or late_hooks
+            or not (
+                # The usual case first, without a call.
+                (
+                    type(grad) is Tensor
+                    and type(param) in PLAIN_TYPES
+                    and grad.dtype is param.dtype
+                    and grad.layout is torch.strided
+                )
+                or _adds_plainly(param, grad)
+            )
+        ):
             delivery.add(param, value_of(term))
+        else:
+            plain.append(entry)
+            grads.append(grad)
     # First, since autograd may have let a sparse gradient share memory with a dense one.
-    delivery.run()  # [2]
     if delivery.params:
+        delivery.run()  # [2]
         recheck()
-    _add_plainly(plain, are_ours)  # [1]
+        grads = [param.grad for param, _ in plain]  # Hooks may have replaced it.
+    _add_plainly(plain, grads, are_ours)  # [1]
     if signal_accumulators:
         signals = _Delivery()
         for param, _ in plain:
@@ -131,39 +150,42 @@ def _settle(
     return signal_accumulators or bool(delivery.params)
 
 
-def _add_plainly(terms: Terms, are_ours: bool) -> None:
-    """Add terms without autograd, small ones in one call.
+def _add_plainly(terms: Terms, grads: Sequence[Tensor | None], are_ours: bool) -> None:
+    """Add terms to the gradients of their parameters without autograd, small ones in one call.
 
     Large ones are added immediately: the products of all weights together would not fit.
     """
-    grads: list[Tensor] = []
+    if len(set(map(id, map(_param_of, terms)))) < len(terms):
+        terms = _by_parameter(terms)
+        grads = [param.grad for param, _ in terms]
+    small: list[Tensor] = []
     values: list[Tensor] = []
-    for param, term in _by_parameter(terms):
+    for (param, term), grad in zip(terms, grads, strict=True):
         value = term if isinstance(term, Tensor) else term.value()
-        grad = param.grad
         if grad is None:
             is_ours = are_ours or value is not term
             param.grad = _first_grad(param, value, is_ours=is_ours)
         elif grad.layout is not torch.strided:  # A sparse term came first.
             param.grad = value + grad
         elif (
-            value.numel() <= _FEW_ELEMENTS
+            type(value) is Tensor
             and value.dtype is grad.dtype
-            and type(value) is Tensor
+            and value.numel() <= _FEW_ELEMENTS
             and value.layout is torch.strided
         ):
-            grads.append(grad)
+            small.append(grad)
             values.append(value)
         else:
             grad.add_(value)
-    if grads:
-        foreach_add_(grads, values)
+    if small:
+        foreach_add_(small, values)
+
+
+_param_of: Callable[[tuple[Tensor, Term]], Tensor] = itemgetter(0)
 
 
 def _by_parameter(terms: Terms) -> Terms:
     """Return each parameter once, with its term or the sum of its terms."""
-    if len({id(param) for param, _ in terms}) == len(terms):
-        return terms
     found: dict[int, tuple[Tensor, list[Term]]] = {}
     for param, term in terms:
         found.setdefault(id(param), (param, []))[1].append(term)
@@ -171,17 +193,12 @@ def _by_parameter(terms: Terms) -> Terms:
 
 
 def _adds_plainly(param: Tensor, grad: Tensor | None) -> bool:
-    """Return whether we can add without autograd: no hooks, no unusual class or layout."""
-    if tensor_hooks(param) or post_accumulate_hooks(param):
+    """Return whether we can add without autograd if there are no hooks, by class and layout."""
+    if (grad is None or grad.dtype is not param.dtype) and param.grad_dtype is not param.dtype:
         return False
-    if grad is None or grad.dtype is not param.dtype:
-        if param.grad_dtype is not param.dtype:
-            return False
-        if grad is None:
-            return type(param) in PLAIN_TYPES or is_dtensor(param)
     if type(param) in PLAIN_TYPES:
-        return type(grad) in PLAIN_TYPES and grad.layout is torch.strided
-    return is_dtensor(param) and is_dtensor(grad)
+        return grad is None or is_plain(grad)
+    return is_dtensor(param) and (grad is None or is_dtensor(grad))
 
 
 def _first_grad(param: Tensor, value: Tensor, *, is_ours: bool) -> Tensor:

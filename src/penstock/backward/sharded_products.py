@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
-def product_of(
-    left: Tensor, right: Tensor, alpha: float = 1, *, is_transposed: bool = False
-) -> Term:
+def product_of(left: Tensor, right: Tensor, alpha: float = 1, is_transposed: bool = False) -> Term:
     """Return the term `alpha * left @ right`, transposed if `is_transposed`."""
     if type(left) not in PLAIN_TYPES and is_sharded(left) and is_sharded(right):
         sharded_left, sharded_right = cast("DTensor", left), cast("DTensor", right)
@@ -35,7 +33,7 @@ def product_of(
             return ShardedProduct(
                 sharded_left, sharded_right, placements, alpha, is_transposed=is_transposed
             )
-    return MatrixProduct(left, right, alpha, is_transposed=is_transposed)
+    return MatrixProduct(left, right, alpha, is_transposed)
 
 
 def is_sharded(tensor: Tensor | None) -> bool:

@@ -17,9 +17,13 @@ def pair_with_grads(outputs: Any, grads: Any) -> tuple[list[Tensor], list[Tensor
     `grads` means that nobody used that output. The outputs are losses, each with a gradient of
     ones, if `grads` is None, or if it contains only None and every output is a scalar.
     """
-    if type(outputs) is Tensor and type(grads) is Tensor and outputs.requires_grad:
-        _check_grad("output", outputs, grads)
-        return [outputs], [grads]
+    if type(outputs) is type(grads) is list and len(outputs) == len(grads) == 1:
+        name, output, grad = "output[0]", outputs[0], grads[0]
+    else:
+        name, output, grad = "output", outputs, grads
+    if type(output) is Tensor and type(grad) is Tensor and output.requires_grad:
+        _check_grad(name, output, grad)  # The usual case, without the search.
+        return [output], [grad]
     pairs = list(_pairs(outputs, grads, "output"))
     found = [pair for pair in pairs if pair[1].requires_grad]
     if not found:

@@ -6,7 +6,7 @@ layouts. Which of two equal formulas autograd uses for a product depends on the 
 factor; we choose in the same way.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -26,7 +26,7 @@ class MatrixProduct:
     __slots__ = ("_alpha", "_is_transposed", "_left", "_right")
 
     def __init__(
-        self, left: Tensor, right: Tensor, alpha: float = 1, *, is_transposed: bool = False
+        self, left: Tensor, right: Tensor, alpha: float = 1, is_transposed: bool = False
     ) -> None:
         self._left = left
         self._right = right
@@ -57,7 +57,7 @@ class RowProduct:
             x = x.flatten(0, -2)
         if grad.dim() > 2:
             grad = grad.flatten(0, -2)
-        return torch.mm(x.t(), grad).t() if self._is_transposed else torch.mm(grad.t(), x)
+        return torch.mm(x.mT, grad).mT if self._is_transposed else torch.mm(grad.mT, x)
 
 
 class ShardedProduct:
@@ -260,9 +260,9 @@ class Unmodified:
 
     __slots__ = ("_versions", "tensors")
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.tensors = list(tensors)
-        self._versions = _versions(self.tensors)
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self._versions = _versions(tensors)
 
     def check(self) -> None:
         now = _versions(self.tensors)
@@ -277,6 +277,9 @@ def _versions(tensors: list[Tensor]) -> list[int]:
         return list(map(version_of, tensors))
     except RuntimeError:  # Inference tensors have none.
         return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
+
+
+NOTHING_NEEDED = Unmodified([])
 
 
 def modified(tensor: Tensor, *, after: str, before: str) -> BackwardError:

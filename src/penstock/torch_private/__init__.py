@@ -67,6 +67,7 @@ _NODES = {
     "ConvolutionBackward0": "_saved_input _raw_saved_input _saved_weight _raw_saved_weight"
     " _saved_stride _saved_padding _saved_dilation"
     " _saved_transposed _saved_output_padding _saved_groups",
+    "TBackward0": "_sequence_nr",
     "MmBackward0": "_saved_self _raw_saved_self _saved_self_sym_sizes _saved_self_sym_strides"
     " _saved_mat2 _raw_saved_mat2 _saved_mat2_sym_sizes _saved_mat2_sym_strides",
 }
@@ -201,6 +202,9 @@ REGISTER_PYTREE_NODE = "torch.utils._pytree.register_pytree_node"
 
 # 3. Autograd's graph.
 
+# The classes of nodes, by their names. Public: `node.name()`, which takes longer than a lookup.
+NODES: Any = torch._C._functions
+
 accumulated_variable: Callable[[Node], Tensor] = attrgetter("variable")
 """The leaf that an accumulator adds to: a search of the graph ends there. Public: none."""
 
@@ -228,17 +232,22 @@ saved_geometry: Callable[[Any], tuple[Any, ...]] = attrgetter(
 """The geometry of a convolution, in the order of the arguments of `aten.convolution`."""
 
 
-def saved_tensor(node: Node, name: str) -> Tensor | None:
-    """Return a tensor that a node saved; None if hooks packed it, which unpack it only once."""
-    if getattr(node, "_raw_saved_" + name).unpack_hook is not None:
-        return None
-    tensor: Tensor = getattr(node, "_saved_" + name)
-    return tensor
+class SavedTensor:
+    """Readers of a tensor that a kind of node saves under this name.
 
+    `packed_by`: the hook that unpacks it, which may run only once, or None. `layout`: its shape
+    and strides, which the node of a product knows even if it did not save the tensor.
+    """
 
-def saved_layout(node: Node, name: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the shape and strides of a factor, which a node knows even if it did not save it."""
-    return getattr(node, f"_saved_{name}_sym_sizes"), getattr(node, f"_saved_{name}_sym_strides")
+    __slots__ = ("layout", "name", "packed_by", "value")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.packed_by: Callable[[Any], Any] = attrgetter(f"_raw_saved_{name}.unpack_hook")
+        self.value: Callable[[Any], Tensor] = attrgetter(f"_saved_{name}")
+        self.layout: Callable[[Any], tuple[Sequence[int], Sequence[int]]] = attrgetter(
+            f"_saved_{name}_sym_sizes", f"_saved_{name}_sym_strides"
+        )
 
 
 # The hooks that apply to tensors saved now, if any: with such hooks a layer must not hold its own
@@ -304,8 +313,13 @@ tensor_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 Public: none.
 """
 
-post_accumulate_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
-"""The hooks of `register_post_accumulate_grad_hook`, or None. Public: none."""
+grad_and_hooks: Callable[[Tensor], tuple[Tensor | None, Any, Any]] = attrgetter(
+    "grad", "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+"""The gradient, and the hooks of `register_hook` and `register_post_accumulate_grad_hook` or None.
+
+Public: none for the hooks.
+"""
 
 
 def set_tensor_hooks(tensor: Tensor, hooks: Any) -> None:
