@@ -32,7 +32,8 @@ MAY_USE = {
     "cutting": "torch torch_private ir partition stage",
     "runtime": "torch torch_private ir costs schedules passes timeline sim solver sealed"
     " backward compiling comm microbatches stage",
-    "compat": "torch schedules microbatches stage cutting runtime",
+    "compat": "torch torch_private ir schedules passes sealed backward comm microbatches stage"
+    " cutting runtime",
     "planning": "torch torch_private ir costs passes solver partition microbatches cutting",
     "training": "torch ir schedules timeline comm stage cutting runtime",
     "cli": "torch torch_private extras ir costs schedules passes timeline sim solver draw studio"

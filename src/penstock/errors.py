@@ -20,6 +20,7 @@ Each is also the built-in exception that fits, so `except RuntimeError` keeps wo
     ├── RecordError      (ValueError)     nothing was recorded, or a recording cannot be read
     ├── ScheduleError    (ValueError)     a schedule, a placement or its text is wrong
     ├── StageError       (ValueError)     stages do not fit the schedule, the group or their inputs
+    │   └── StepError        (RuntimeError)   a step cannot run in the way it was called
     ├── TorchError       (ImportError)    this version of torch lacks a part that Penstock needs
     └── TraceError       (RuntimeError)   a model's forward cannot be traced
 """
@@ -105,6 +106,10 @@ class ScheduleError(PipelineError, ValueError):
 
 class StageError(PipelineError, ValueError):
     """Stages do not fit the schedule or the group, or a step lacks a value that it needs."""
+
+
+class StepError(StageError, RuntimeError):
+    """A step cannot run in the way it was called; torch raises a RuntimeError there."""
 
 
 class TorchError(PipelineError, ImportError):

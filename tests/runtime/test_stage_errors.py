@@ -176,10 +176,10 @@ def test_both_names_are_one_error_which_is_a_runtime_error() -> None:
     assert issubclass(PipeliningShapeError, RuntimeError)
 
 
-@pytest.mark.parametrize("kind", [penstock.PipelineScheduleSingle, penstock.PipelineScheduleMulti])
-def test_a_base_of_schedules_is_not_made_itself(kind: type) -> None:
+def test_a_base_of_schedules_is_not_made_itself() -> None:
     message = (
-        f"{kind.__name__} is a base class, not a schedule. Use a class such as "
+        "PipelineScheduleSingle is a base class, not a schedule. Use a class such as "
         "Schedule1F1B, or penstock.Pipeline."
     )
+    kind = penstock.PipelineScheduleSingle
     assert_rejected(StageError, message, lambda group: kind(alone()(group), 2))

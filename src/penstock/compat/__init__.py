@@ -1,5 +1,11 @@
 """Drop-in replacement for torch.distributed.pipelining: the same names, constructors and steps."""
 
+from penstock.compat._IR import Pipe, SplitPoint, pipe_split, pipeline
+from penstock.compat.microbatch import (
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+)
 from penstock.compat.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -17,11 +23,10 @@ from penstock.compat.schedules import (
     ScheduleZBVZeroBubble,
     get_schedule_class,
 )
-from penstock.cutting import CutModel as Pipe
-from penstock.cutting import SplitPoint, pipe_split
-from penstock.cutting import cut as pipeline
-from penstock.microbatches import TensorChunkSpec, merge_chunks, split_args_kwargs_into_chunks
-from penstock.stage import PipelineStage, build_stage
+from penstock.compat.schedules import (
+    _ScheduleForwardOnly as _ScheduleForwardOnly,
+)
+from penstock.compat.stage import PipelineStage, build_stage
 
 __all__ = [
     "Pipe",

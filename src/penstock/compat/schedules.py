@@ -1,90 +1,98 @@
 """The schedule classes of torch.distributed.pipelining, and similar ones of Penstock.
 
-Each binds a generator to stages; `Pipeline` runs them all.
+Each binds a generator to stages; a pipeline of Penstock runs them all.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ScheduleError, StageError
+from penstock.compat.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    OVERLAP_F_B,
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+    WAIT_REDUCE_GRAD,
+    WAIT_SEND_B,
+    WAIT_SEND_F,
+    _Action,
+    _ComputationType,
+)
+from penstock.compat.custom_functions import _CustomFunctionProtocol, _PipelineContext
+from penstock.compat.schedule_base import Options, _PipelineSchedule
+from penstock.compat.schedule_kinds import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+)
+from penstock.errors import ScheduleError, StepError
 from penstock.microbatches.loss_weights import LossWeight
-from penstock.runtime import Pipeline
 from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.step_settings import LossFn
 from penstock.schedules import get
 from penstock.stage import PipelineStage
 
+__all__ = [
+    "BACKWARD_INPUT",
+    "BACKWARD_WEIGHT",
+    "FORWARD",
+    "FULL_BACKWARD",
+    "OVERLAP_F_B",
+    "RECV_B",
+    "RECV_F",
+    "REDUCE_GRAD",
+    "RESHARD",
+    "SEND_B",
+    "SEND_F",
+    "UNSHARD",
+    "WAIT_REDUCE_GRAD",
+    "WAIT_SEND_B",
+    "WAIT_SEND_F",
+    "B",
+    "F",
+    "I",
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
+    "Schedule1F1B",
+    "ScheduleAuto",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
+    "ScheduleZBVZeroBubble",
+    "W",
+    "_Action",
+    "_ComputationType",
+    "_CustomFunctionProtocol",
+    "_PipelineContext",
+    "_PipelineSchedule",
+    "_PipelineScheduleRuntime",
+    "_ScheduleForwardOnly",
+    "_wait_batch_p2p",
+    "get_schedule_class",
+]
 
-class _TorchNames(Pipeline):
-    """The attributes that scripts for torch.distributed.pipelining read and write."""
-
-    @property
-    def _loss_fn(self) -> LossFn | None:
-        return self.loss_fn
-
-    @_loss_fn.setter
-    def _loss_fn(self, loss_fn: LossFn | None) -> None:
-        self.loss_fn = loss_fn
-
-    @property
-    def _n_microbatches(self) -> int:
-        return self.num_microbatches
-
-
-class PipelineScheduleSingle(_TorchNames):
-    """The base of schedules with one stage per rank."""
-
-    schedule_name: ClassVar[str]
-
-    def __init__(
-        self,
-        stage: PipelineStage,
-        n_microbatches: int,
-        loss_fn: LossFn | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        *,
-        loss_weight: LossWeight | None = None,
-        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
-        on_grads_ready: Callable[[PipelineStage], None] | None = None,
-        timeout: float = DEFAULT_TIMEOUT_S,
-    ) -> None:
-        _check_is_no_base(type(self))
-        if not isinstance(stage, PipelineStage):
-            raise StageError(
-                f"stage is a {type(stage).__name__}. {type(self).__name__} takes one "
-                "penstock.PipelineStage; a schedule with several per rank takes a list."
-            )
-        super().__init__(
-            stage,
-            self.schedule_name,
-            num_microbatches=n_microbatches,
-            loss_fn=loss_fn,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            loss_weight=loss_weight,
-            replica_group=replica_group,
-            on_grads_ready=on_grads_ready,
-            timeout=timeout,
-        )
+F, I, W, B = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD  # noqa: E741  # torch's names.
 
 
-class PipelineScheduleMulti(_TorchNames):
-    """The base of schedules with several stages per rank.
-
-    `backward_requires_autograd` and `defer_pp_recv` are accepted so that scripts need not change:
-    a backward always needs autograd, and receives are always posted as early as is useful.
-    """
-
-    schedule_name: ClassVar[str]
+class _NamedMulti(_PipelineScheduleRuntime):
+    """A schedule with several stages per rank whose order follows from its name."""
 
     def __init__(
         self,
@@ -103,21 +111,16 @@ class PipelineScheduleMulti(_TorchNames):
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        _check_is_no_base(type(self))
-        if not backward_requires_autograd:
-            raise StageError(
-                "backward_requires_autograd is False, but every backward here needs autograd. "
-                "Leave it out; register_custom_function() can replace any action."
-            )
         super().__init__(
             stages,
-            self.schedule_name,
-            num_microbatches=n_microbatches,
-            loss_fn=loss_fn,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
             scale_grads=scale_grads,
+            backward_requires_autograd=backward_requires_autograd,
+            defer_pp_recv=defer_pp_recv,
             loss_weight=loss_weight,
             replica_group=replica_group,
             on_grads_ready=on_grads_ready,
@@ -125,12 +128,25 @@ class PipelineScheduleMulti(_TorchNames):
         )
 
 
-def _check_is_no_base(kind: type) -> None:
-    if not hasattr(kind, "schedule_name"):
-        raise StageError(
-            f"{kind.__name__} is a base class, not a schedule. Use a class such as "
-            "Schedule1F1B, or penstock.Pipeline."
-        )
+class _ScheduleForwardOnly(PipelineScheduleSingle):
+    """Forwards only, for inference."""
+
+    schedule_name = "ForwardOnly"
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one batch forward; there is no loss, so targets and losses are refused."""
+        if target is not None or losses is not None:
+            raise StepError(
+                "step() was given a target or losses, but this schedule has forwards only. "
+                "Leave them out, or use a schedule such as ScheduleGPipe."
+            )
+        return super().step(*args, **kwargs)
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
@@ -157,13 +173,13 @@ class ScheduleZBH2(PipelineScheduleSingle):
     schedule_name = "ZB-H2"
 
 
-class ScheduleInterleaved1F1B(PipelineScheduleMulti):
+class ScheduleInterleaved1F1B(_NamedMulti):
     """1F1B with several stages per rank, round after round."""
 
     schedule_name = "Interleaved1F1B"
 
 
-class ScheduleLoopedBFS(PipelineScheduleMulti):
+class ScheduleLoopedBFS(_NamedMulti):
     """GPipe with several stages per rank, breadth first."""
 
     schedule_name = "LoopedBFS"
@@ -199,37 +215,37 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
         )
 
 
-class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
+class ScheduleInterleavedZeroBubble(_NamedMulti):
     """Interleaved 1F1B whose weight backwards fill the bubble."""
 
     schedule_name = "InterleavedZeroBubble"
 
 
-class ScheduleZBVZeroBubble(PipelineScheduleMulti):
+class ScheduleZBVZeroBubble(_NamedMulti):
     """Zero-bubble with two stages per rank in a V, at the memory of 1F1B."""
 
     schedule_name = "ZB-V"
 
 
-class ScheduleVHalf(PipelineScheduleMulti):
+class ScheduleVHalf(_NamedMulti):
     """Two stages per rank in a V, at half of the memory of 1F1B."""
 
     schedule_name = "V-Half"
 
 
-class ScheduleVMin(PipelineScheduleMulti):
+class ScheduleVMin(_NamedMulti):
     """Two stages per rank in a V, at a third of the memory of 1F1B."""
 
     schedule_name = "V-Min"
 
 
-class ScheduleDualPipeV(PipelineScheduleMulti):
+class ScheduleDualPipeV(_NamedMulti):
     """Two stages per rank in a V, whose forwards and backwards overlap."""
 
     schedule_name = "DualPipeV"
 
 
-class ScheduleAuto(_TorchNames):
+class ScheduleAuto(_PipelineSchedule):
     """A schedule that is found for the stages while they train, for any placement."""
 
     def __init__(
@@ -249,19 +265,27 @@ class ScheduleAuto(_TorchNames):
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__(
-            stages,
+            list(stages) if isinstance(stages, Sequence) else [stages],
+            n_microbatches,
+            Options(
+                loss_fn,
+                args_chunk_spec,
+                kwargs_chunk_spec,
+                output_merge_spec,
+                scale_grads,
+                loss_weight,
+                replica_group,
+                on_grads_ready,
+                timeout,
+            ),
             auto or Auto(),
-            num_microbatches=n_microbatches,
-            loss_fn=loss_fn,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            loss_weight=loss_weight,
-            replica_group=replica_group,
-            on_grads_ready=on_grads_ready,
-            timeout=timeout,
         )
+
+
+def _wait_batch_p2p(work: Sequence[dist.Work]) -> None:
+    """Wait for transfers; those of a schedule are waited for by the actions that need them."""
+    for transfer in work:
+        transfer.wait()
 
 
 _CLASSES: tuple[type[PipelineScheduleSingle | PipelineScheduleMulti], ...] = (
@@ -294,7 +318,7 @@ def get_schedule_class(
     for base in _BASES:
         if wanted == base.__name__.lower():
             return base
-    by_name = {found.schedule_name: found for found in _CLASSES}
+    by_name = {str(found.schedule_name): found for found in _CLASSES}
     name = get(schedule_name).name
     if name not in by_name:
         raise ScheduleError(

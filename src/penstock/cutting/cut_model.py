@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ class StageInfo:
     """The parameters that other stages hold too."""
     receives: tuple[str, ...]
     """Descriptions of the values it receives from earlier stages; empty if it was not traced."""
+    ties: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The names that tied parameters share with other stages, by their names here."""
+    skips_in: Mapping[StageId, int] = field(default_factory=dict, repr=False)
+    """The number of values from each earlier stage but the previous one."""
+    skips_out: Mapping[StageId, int] = field(default_factory=dict, repr=False)
+    """The number of values for each later stage but the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,8 @@ class CutInfo:
     """A description of a cut model; `print(pipe.info())` shows it stage by stage."""
 
     stages: tuple[StageInfo, ...]
+    cut: str = ""
+    """The places where the stages begin, as `CutModel.cut` has them."""
 
     @property
     def num_stages(self) -> int:
@@ -146,20 +154,8 @@ class CutModel:
                 "first; a stage uses the same names as the model."
             )
         _join_names(module, self._names[stage_index])
-        if isinstance(module, fx.GraphModule):
-            _check_constants(stage_index, module)
-            _move_operations(module, torch.device(device))
-        return PipelineStage(
-            module.to(device),
-            stage_index,
-            self.num_stages,
-            device,
-            group=group,
-            dynamic_shapes=dynamic_shapes,
-            tied=self._tied[stage_index],
-            skips_in=self._skips_in(stage_index),
-            skips_out=self._skips_out(stage_index),
-            cut=self.cut,
+        return stage_of(
+            module, stage_index, self.info(), device, group, dynamic_shapes=dynamic_shapes
         )
 
     def _set_buffers(
@@ -195,9 +191,12 @@ class CutModel:
                     num_parameters=sum(p.numel() for p in module.parameters()),
                     tied=tuple(self._tied[index]),
                     receives=tuple(received),
+                    ties=self._tied[index],
+                    skips_in=self._skips_in(index),
+                    skips_out=self._skips_out(index),
                 )
             )
-        return CutInfo(tuple(stages))
+        return CutInfo(tuple(stages), self.cut)
 
     def print_readable(self) -> None:
         """Print each stage: its code if it was traced, otherwise its modules."""
@@ -207,6 +206,35 @@ class CutModel:
                 module.print_readable()
             else:
                 print(module)
+
+
+def stage_of(
+    module: nn.Module,
+    stage_index: StageId,
+    info: CutInfo,
+    device: torch.device | str,
+    group: GroupOrMesh = None,
+    *,
+    dynamic_shapes: bool = False,
+    kind: type[PipelineStage] = PipelineStage,
+) -> PipelineStage:
+    """Return a stage made of one module of a cut model, which is moved to the device."""
+    if isinstance(module, fx.GraphModule):
+        _check_constants(stage_index, module)
+        _move_operations(module, torch.device(device))
+    own = info.stages[stage_index]
+    return kind(
+        module.to(device),
+        stage_index,
+        info.num_stages,
+        device,
+        group=group,
+        dynamic_shapes=dynamic_shapes,
+        tied=own.ties,
+        skips_in=own.skips_in,
+        skips_out=own.skips_out,
+        cut=info.cut,
+    )
 
 
 def _names_of_one(module: nn.Module) -> list[list[str]]:

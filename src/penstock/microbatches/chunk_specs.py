@@ -1,6 +1,6 @@
 """Specs: the dim along which an argument is cut into microbatches, or that it stays whole."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,20 @@ class Replicate:
     """
 
 
-Spec = TensorChunkSpec | Replicate | None
+@dataclass(frozen=True, slots=True)
+class Reducer:
+    """A spec that joins outputs by a function: reduce_fn(reduce_fn(init_value, first), second) …
+
+    >>> import penstock
+    >>> penstock.merge_chunks([(1.5, "a"), (2.0, "b")], (Reducer(0.0, max), None))
+    (2.0, 'a')
+    """
+
+    init_value: Any
+    reduce_fn: Callable[[Any, Any], Any]
+
+
+Spec = TensorChunkSpec | Replicate | Reducer | None
 
 
 def find_specs(spec: Any, value: Any, name: str, spec_name: str) -> Iterator[Spec]:

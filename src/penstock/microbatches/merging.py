@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import reduce
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from penstock.errors import MicrobatchError
-from penstock.microbatches.chunk_specs import Spec, TensorChunkSpec, find_specs
+from penstock.microbatches.chunk_specs import Reducer, Spec, TensorChunkSpec, find_specs
 from penstock.microbatches.masks import is_one_leaf
 from penstock.microbatches.nested_values import in_words, is_leaf, leaf_names, require
 from penstock.torch_private import pytree
@@ -20,7 +21,8 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
 
     Tensors are joined along dim 0, or by `chunk_spec`, which mirrors the value of one microbatch.
     Without it, tensors that have no dims are stacked. Where a value is not a tensor, or the spec
-    is None or Replicate, the result has the value of the first microbatch.
+    is None or Replicate, the result has the value of the first microbatch; a Reducer in the spec
+    joins values by its function.
 
     >>> merge_chunks([(torch.tensor([0, 1]), "a"), (torch.tensor([2]), "b")])
     (tensor([0, 1, 2]), 'a')
@@ -50,6 +52,8 @@ def _flatten_like(tree: pytree.TreeSpec, chunks: Sequence[Any], mb: int) -> list
 
 
 def _merge_leaf(values: tuple[Any, ...], spec: Spec, name: str) -> Any:
+    if isinstance(spec, Reducer):
+        return reduce(spec.reduce_fn, values, spec.init_value)
     is_cut = len(values) > 1 and isinstance(spec, TensorChunkSpec)
     if is_cut and isinstance(values[0], PackedSequence):
         raise MicrobatchError(

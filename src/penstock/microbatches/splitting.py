@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import MicrobatchError
-from penstock.microbatches.chunk_specs import Spec, TensorChunkSpec, find_specs
+from penstock.microbatches.chunk_specs import Reducer, Spec, TensorChunkSpec, find_specs
 from penstock.microbatches.hidden_tensors import holds_batch
 from penstock.microbatches.masks import batch_of_mask, cut_mask, is_block_mask, is_one_leaf
 from penstock.microbatches.nested_values import leaf_names, require
@@ -121,6 +121,11 @@ def _cut(
 ) -> Sequence[Any]:
     """Return the leaf of each microbatch; `batches` has a name for each size of a batch."""
     leaf, spec = whole.leaves[number], whole.specs[number]
+    if isinstance(spec, Reducer):
+        raise MicrobatchError(
+            f"{whole.spec_name} has a {type(spec).__name__} for {whole.leaf_name(number)}. A "
+            "reducer joins outputs; expected TensorChunkSpec(dim), Replicate() or None."
+        )
     if isinstance(spec, TensorChunkSpec):
         if isinstance(leaf, Tensor):
             if leaf.dim() > 0:

@@ -25,6 +25,8 @@ class Losses:
     batch: Batch
     weights: LossWeights
     has_backward: bool
+    adds_losses: bool = False
+    """True if several losses may be returned, whose sum is trained."""
     values: dict[MicrobatchId, Any] = field(default_factory=dict)
     _shapes: list[torch.Size] | None = None
     """The shapes of the first outputs, where nothing else shows the sizes of microbatches."""
@@ -44,6 +46,8 @@ class Losses:
         self.values[mb] = waited(loss) if self.has_backward else _value_alone(waited(loss))
         if not self.has_backward:
             return None
+        if self.adds_losses and not isinstance(loss, Tensor):
+            loss = _sum_of(loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
             got = describe(loss) if isinstance(loss, Tensor) else f"{loss!r}"
             raise StageError(
@@ -70,9 +74,11 @@ class Losses:
         """Return whether a microbatch has any weight in the loss of the batch."""
         return self.weights.seeds[mb] != 0
 
-    def let_go(self, mb: MicrobatchId, loss: Tensor) -> None:
+    def let_go(self, mb: MicrobatchId) -> None:
         """Keep only the value of a loss: its graph would keep the stage's inputs alive."""
-        self.values[mb] = _value_alone(values_of(loss))
+        self.values[mb] = pytree.tree_map_only(
+            Tensor, lambda loss: _value_alone(values_of(loss)), self.values[mb]
+        )
 
     def weighed(self) -> list[Any]:
         """Return the losses times their weights, so that their mean is the loss of the batch."""
@@ -92,6 +98,12 @@ class Losses:
                 "step_microbatches() the weights; or let loss_fn return sums, with "
                 "scale_grads=False."
             )
+
+
+def _sum_of(losses: Any) -> Any:
+    """Return the sum of all losses that need a gradient; what was given if there are none."""
+    parts = [leaf for leaf in pytree.tree_leaves(losses) if needs_grad(leaf)]
+    return sum(parts[1:], parts[0]) if parts else losses
 
 
 def _value_alone(loss: Any) -> Any:

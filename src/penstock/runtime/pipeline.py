@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.comm import AbstractComm
 from penstock.comm.pipelines_together import Peers
-from penstock.errors import RecordError, StageError
+from penstock.errors import RecordError, StageError, StepError
 from penstock.ir import Action, Schedule, StageId
 from penstock.ir.action import COMPUTE_TYPES
 from penstock.microbatches import merge_chunks, split_args_kwargs_into_chunks
@@ -408,7 +408,7 @@ class Pipeline(Sealed):
         return_outputs: bool,
     ) -> list[Any] | None:
         if has_backward and not torch.is_grad_enabled():
-            raise StageError(
+            raise StepError(
                 "step() was called where gradients are disabled, so there would be no backward. "
                 "Call it outside of torch.no_grad(), or call eval()."
             )

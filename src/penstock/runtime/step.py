@@ -225,7 +225,9 @@ class Step:
         if stage.has_examples:
             stage.check_inputs(mb, args)
         if not self.has_backward:
-            outputs = stage.evaluate(args, kwargs)
+            # Graphs end between stages, so only that of the last one leads to its outputs.
+            keeps_graph = self.settings.keeps_graphs and stage.is_last
+            outputs = stage.evaluate(args, kwargs, keeps_graph=keeps_graph)
             self._hand_on(task, stage, mb, outputs)
             return
         outside: list[tuple[Tensor, Tensor]] = []
@@ -264,7 +266,8 @@ class Step:
             with self.observer.memory.watching(stage, outputs):
                 loss = self.losses.compute(mb, outputs)
         if self.keeps_outputs:
-            self.outputs[mb] = pytree.tree_map_only(Tensor, values_of, outputs)
+            kept = waited if self.settings.keeps_graphs else values_of
+            self.outputs[mb] = pytree.tree_map_only(Tensor, kept, outputs)
         return loss, []
 
     def _hand_over(self, leaves: Leaves, stage: PipelineStage, mb: MicrobatchId) -> None:
@@ -305,7 +308,7 @@ class Step:
             stage.expect_last_grads()
         grads, pending = self._differentiate(task, stage, mb, flight)
         if flight.loss is not None:
-            self.losses.let_go(mb, flight.loss)
+            self.losses.let_go(mb)
         self._hand_back(task, flight, grads)
         if isinstance(task.action, Backward):
             self._add_grads(task, stage, pending)

@@ -166,7 +166,13 @@ class StepRunner:
             ),
             batch=batch,
             settings=settings,
-            losses=Losses(settings.loss_fn, batch, loss_weights, has_backward),
+            losses=Losses(
+                settings.loss_fn,
+                batch,
+                loss_weights,
+                has_backward,
+                adds_losses=settings.adds_losses,
+            ),
             has_backward=has_backward,
             keeps_outputs=keeps_outputs,
             needs_losses=needs_losses,
@@ -188,6 +194,10 @@ class StepRunner:
             if following != self._schedule:
                 self._use(following)
         return step
+
+    def forget_forms(self) -> None:
+        """Learn the forms of messages again in the next step; all ranks must do so together."""
+        self._forms = {True: {}, False: {}}
 
     def _use(self, schedule: Schedule) -> None:
         """Run this schedule from the next step on; the known forms of messages are kept."""

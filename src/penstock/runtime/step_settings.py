@@ -30,6 +30,10 @@ class Settings:
     loss_weight: LossWeight | None
     on_grads_ready: Callable[[PipelineStage], None] | None
     custom_functions: Mapping[type[Action], "CustomFunction"]
+    adds_losses: bool = False
+    """True if loss_fn may return several losses, nested in any way, whose sum is trained."""
+    keeps_graphs: bool = False
+    """True if the outputs of steps without a backward keep their graphs."""
 
 
 class ActionContext(Protocol):

@@ -275,9 +275,11 @@ class PipelineStage(Sealed):
         place = f"{self._place}, microbatch {mb}: {what}"
         return spread.whole(part, self._meshes.find(spread, self._submod, place))
 
-    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a forward without a backward."""
-        with torch.no_grad():
+    def evaluate(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_graph: bool = False
+    ) -> Any:
+        """Run a forward without a backward; with `keeps_graph`, the caller may run one."""
+        with torch.set_grad_enabled(keeps_graph):
             return self.submod(*args, **kwargs)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_split: bool) -> Passage:
@@ -399,13 +401,3 @@ def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         return list(args)
     return tensors_in((args, kwargs))
 
-
-def build_stage(
-    stage_module: nn.Module,
-    stage_index: StageId,
-    num_stages: int,
-    device: torch.device | str,
-    group: GroupOrMesh = None,
-) -> PipelineStage:
-    """Make a stage from a module that was cut out of a model."""
-    return PipelineStage(stage_module.to(device), stage_index, num_stages, device, group=group)

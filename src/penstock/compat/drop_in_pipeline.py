@@ -1,0 +1,74 @@
+"""The pipeline behind the schedules of compat: it does what scripts for torch rely on."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from penstock.comm import AbstractComm, check_agreement
+from penstock.compat.stage import note_step
+from penstock.microbatches import merge_chunks
+from penstock.microbatches.loss_weights import LossWeights
+from penstock.runtime import Batch, Pipeline
+
+
+class DropInPipeline(Pipeline):
+    """A pipeline whose specs can be changed, and whose forwards can keep their graphs.
+
+    `num_steps_before` counts the steps that this rank began with earlier pipelines of the same
+    schedule, which failed. It must be the same on all ranks, so that they agree on what comes next.
+    """
+
+    def __init__(self, *args: Any, num_steps_before: int = 0, **options: Any) -> None:
+        self._num_steps_before = num_steps_before
+        super().__init__(*args, **options)
+        self._settings = replace(self._settings, adds_losses=True)
+
+    def set_specs(self, args: Any, kwargs: Any, outputs: Any) -> None:
+        """Cut arguments and join outputs by these specs from the next step on."""
+        self._specs = args, kwargs, outputs
+
+    def keep_graphs(self, wanted: bool) -> None:
+        """Let outputs of steps without a backward keep their graphs, if gradients are enabled."""
+        keeps = wanted and not self._has_backward and torch.is_grad_enabled()
+        if keeps != self._settings.keeps_graphs:
+            self._settings = replace(self._settings, keeps_graphs=keeps)
+
+    def forget_forms(self) -> None:
+        """Learn the shapes and dtypes of messages again in the next step; all ranks must."""
+        self._runner.forget_forms()
+
+    def eval_microbatches(self, *args: Any, **kwargs: Any) -> list[Any] | None:
+        """Run `eval` for a batch that is already cut; take and return what step_microbatches does.
+
+        This rank forgets for the time of the step that it has a backward, as all others do.
+        """
+        had_backward, self._has_backward = self._has_backward, False
+        try:
+            return self.step_microbatches(*args, **kwargs)
+        finally:
+            self._has_backward = had_backward
+
+    def merge(self, outputs: list[Any]) -> Any:
+        """Join the outputs of all microbatches by the spec for outputs."""
+        return merge_chunks(outputs, self._specs[2])
+
+    def _run_batch(
+        self,
+        comm: AbstractComm,
+        batch: Batch,
+        loss_weights: LossWeights,
+        has_backward: bool,
+        losses: list[Any] | None,
+        return_outputs: bool,
+    ) -> list[Any] | None:
+        note_step(self._stages, [], has_backward=has_backward)  # Frees the outputs of the last one.
+        kept = losses if self._holds_last else None  # On other ranks, torch leaves the list alone.
+        outputs = super()._run_batch(comm, batch, loss_weights, has_backward, kept, return_outputs)
+        note_step(self._stages, outputs or [], has_backward=has_backward)
+        return outputs
+
+    def _meet(self, comm: AbstractComm) -> None:
+        super()._meet(comm)
+        counts = comm.gather(self._num_steps_before)
+        check_agreement([{"the number of steps so far": count} for count in counts])

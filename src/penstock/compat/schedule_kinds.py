@@ -1,0 +1,249 @@
+"""The kinds of schedules in torch: one stage per rank, several, and orders that are loaded."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.compat.actions import Order, as_order, format_order, read_order
+from penstock.compat.schedule_base import Options, _PipelineSchedule
+from penstock.errors import ScheduleError, StageError
+from penstock.ir import StageId
+from penstock.microbatches.loss_weights import LossWeight
+from penstock.passes import Gathers, add_comms, add_gathers, remove_comms
+from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
+from penstock.runtime.step_settings import LossFn
+from penstock.stage import PipelineStage
+
+_LOGGER = logging.getLogger(__name__)
+
+Format = Literal["compute_only", "compute_comms"]
+
+
+class PipelineScheduleSingle(_PipelineSchedule):
+    """The base of schedules with one stage per rank."""
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        loss_weight: LossWeight | None = None,
+        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
+        on_grads_ready: Callable[[PipelineStage], None] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        check_runs_orders(type(self))
+        if not hasattr(self, "schedule_name"):
+            raise StageError(
+                f"{type(self).__name__} is a base class, not a schedule. Use a class such as "
+                "Schedule1F1B, or penstock.Pipeline."
+            )
+        if not isinstance(stage, PipelineStage):
+            raise StageError(
+                f"stage is a {type(stage).__name__}. {type(self).__name__} takes one "
+                "penstock.PipelineStage; a schedule with several per rank takes a list."
+            )
+        super().__init__(
+            [stage],
+            n_microbatches,
+            Options(
+                loss_fn,
+                args_chunk_spec,
+                kwargs_chunk_spec,
+                output_merge_spec,
+                scale_grads,
+                loss_weight,
+                replica_group,
+                on_grads_ready,
+                timeout,
+            ),
+        )
+
+    @property
+    def _stage(self) -> PipelineStage:
+        return self._first
+
+    @property
+    def _stage_forward_initialized(self) -> bool:
+        return self._knows_forms
+
+    @_stage_forward_initialized.setter
+    def _stage_forward_initialized(self, value: bool) -> None:
+        self._knows_forms = value
+
+    @property
+    def _stage_backward_initialized(self) -> bool:
+        return self._knows_forms and self._trained
+
+    @_stage_backward_initialized.setter
+    def _stage_backward_initialized(self, value: bool) -> None:
+        self._knows_forms = value
+
+
+class PipelineScheduleMulti(_PipelineSchedule):
+    """The base of schedules with several stages per rank.
+
+    A subclass may fill `pipeline_order`, or a file may be loaded into it; the first step runs it.
+    `backward_requires_autograd` must be True: a backward always needs autograd here.
+    `use_full_backward` has no effect, as in torch.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        *,
+        loss_weight: LossWeight | None = None,
+        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
+        on_grads_ready: Callable[[PipelineStage], None] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        check_runs_orders(type(self))
+        if not backward_requires_autograd:
+            raise StageError(
+                "backward_requires_autograd is False, but every backward here needs autograd. "
+                "Leave it out; register_custom_function() can replace any action."
+            )
+        if use_full_backward is not None:
+            _LOGGER.warning("use_full_backward has no effect: the order says what is split.")
+        super().__init__(
+            list(stages) if isinstance(stages, Sequence) else [stages],
+            n_microbatches,
+            Options(
+                loss_fn,
+                args_chunk_spec,
+                kwargs_chunk_spec,
+                output_merge_spec,
+                scale_grads,
+                loss_weight,
+                replica_group,
+                on_grads_ready,
+                timeout,
+            ),
+        )
+
+    @property
+    def _stages(self) -> list[PipelineStage]:
+        return self._held
+
+    @property
+    def pp_group_size(self) -> int:
+        """The number of ranks."""
+        return self._first.group_size
+
+    @pp_group_size.setter
+    def pp_group_size(self, value: int) -> None:
+        self._claim("pp_group_size", value)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._first.group_rank
+
+    @rank.setter
+    def rank(self, value: int) -> None:
+        self._claim("rank", value)
+
+    @property
+    def _stages_forward_initialized(self) -> bool:
+        return self._knows_forms
+
+    @_stages_forward_initialized.setter
+    def _stages_forward_initialized(self, value: bool) -> None:
+        self._knows_forms = value
+
+    @property
+    def _stages_backward_initialized(self) -> bool:
+        return self._knows_forms and self._trained
+
+    @_stages_backward_initialized.setter
+    def _stages_backward_initialized(self, value: bool) -> None:
+        self._knows_forms = value
+
+    def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
+        """Take the order from a file, before the first step."""
+        _check_format(format)
+        order = read_order(Path(filename).read_text())
+        if format == "compute_only":
+            for rank, row in order.items():
+                for place, action in enumerate(row):
+                    if action is not None and not action.is_compute_op:
+                        raise ScheduleError(
+                            f"{filename}, rank {rank}, cell {place}: {action} is not a forward or "
+                            "backward, but the format is compute_only. Load it with "
+                            'format="compute_comms".'
+                        )
+        self.pipeline_order = order
+        self._plan_order()
+
+    def _dump_csv(self, filename: str, format: Format = "compute_only") -> None:
+        """Write the order to a file that torch can load too."""
+        _check_format(format)
+        is_whole = format == "compute_comms"
+        order = self.pipeline_order_with_comms if is_whole else self.pipeline_order
+        Path(filename).write_text(format_order(order))
+
+    @property
+    def pipeline_order_with_comms(self) -> Order:
+        """The order with messages, gathers and reductions; a new dict each time."""
+        bare = remove_comms(self.schedule)
+        gathered = bare if bare.has_sharding else add_gathers(bare, Gathers.once())
+        return as_order(add_comms(gathered))
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti):
+    """The base of schedules in torch whose orders have messages.
+
+    Here, messages are added to any order. `defer_pp_recv` has no effect: receives are always
+    posted as early as is useful.
+    """
+
+    def __init__(self, *args: Any, defer_pp_recv: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def _prepare_schedule_with_comms(self, actions: Order, format: Format = "compute_only") -> None:
+        """Take the order; with "compute_comms", it has messages."""
+        _check_format(format)
+        self.pipeline_order = actions
+        self._plan_order()
+
+    def _dump_csv(self, filename: str, format: Format = "compute_comms") -> None:
+        super()._dump_csv(filename, format)
+
+    @property
+    def backward_counter(self) -> Counter[StageId]:
+        """The number of weight gradients that each stage added in the last step."""
+        if not self._trained:
+            return Counter()
+        return Counter({stage: self.num_microbatches for stage in self.stages})
+
+
+def check_runs_orders(kind: type[_PipelineSchedule]) -> None:
+    """Raise an error if a subclass brings a loop of its own, which would be ignored."""
+    if kind._step_microbatches is not _PipelineSchedule._step_microbatches:
+        raise StageError(
+            f"{kind.__name__} overrides _step_microbatches, but Penstock runs every step from an "
+            "order. Derive it from PipelineScheduleMulti, and fill pipeline_order instead."
+        )
+
+
+def _check_format(format: str) -> None:
+    if format not in ("compute_only", "compute_comms"):
+        raise ScheduleError(f'format is {format!r}. Expected "compute_only" or "compute_comms".')
