@@ -32,12 +32,13 @@ MAY_USE = {
     "cutting": "torch torch_private ir partition stage",
     "runtime": "torch torch_private ir costs schedules passes timeline sim solver sealed"
     " backward compiling comm microbatches stage",
-    "compat": "torch torch_private ir schedules passes sealed backward comm microbatches stage"
-    " cutting runtime",
+    "replacing": "",
+    "compat": "torch torch_private replacing ir schedules passes sealed backward comm microbatches"
+    " stage cutting runtime",
     "planning": "torch torch_private ir costs passes solver partition microbatches cutting",
     "training": "torch ir schedules timeline comm stage cutting runtime",
     "cli": "torch torch_private extras ir costs schedules passes timeline sim solver draw studio"
-    " planning training",
+    " planning training replacing",
     "__main__": "cli",
 }
 

@@ -12,6 +12,7 @@ Each is also the built-in exception that fits, so `except RuntimeError` keeps wo
     ├── CostError        (ValueError)     costs are inconsistent, or do not fit the schedule
     ├── DrawError        (ValueError)     a timeline cannot be drawn as asked
     ├── GradientError    (RuntimeError)   gradients cannot be clipped as asked
+    ├── InstallError     (ImportError)    torch's pipelining cannot be replaced in this process
     ├── MicrobatchError  (ValueError)     a value cannot be cut into microbatches, or joined
     ├── OptionError      (ValueError)     an option of the command line cannot be used
     │   └── FieldError       (ValueError)     fields of the studio cannot be used
@@ -66,6 +67,10 @@ class DrawError(PipelineError, ValueError):
 
 class GradientError(PipelineError, RuntimeError):
     """Gradients cannot be clipped as asked, or their norm is not finite."""
+
+
+class InstallError(PipelineError, ImportError):
+    """torch.distributed.pipelining cannot be replaced in this process any more."""
 
 
 class MicrobatchError(PipelineError, ValueError):

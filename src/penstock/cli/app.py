@@ -17,6 +17,7 @@ from penstock.cli.convert_command import convert
 from penstock.cli.demo_command import demo
 from penstock.cli.list_command import list_schedules
 from penstock.cli.plan_command import plan
+from penstock.cli.run_command import run
 from penstock.cli.search_command import search
 from penstock.cli.show_command import show
 from penstock.cli.simulate_command import simulate
@@ -42,6 +43,7 @@ app.command()(plan)
 app.command()(verify)
 app.command()(convert)
 app.command()(train)
+app.command()(run)
 app.command("list")(list_schedules)
 
 

@@ -1,73 +1,29 @@
 """The bases of torch's schedules: stages and an order, which a pipeline of Penstock runs."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import fields, replace
+from typing import Any, ClassVar
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.compat.actions import Order, _ComputationType, as_order, as_schedule, copy_order
+from penstock.compat.beside_torch import Beside, compare_step
 from penstock.compat.custom_functions import as_own_function, kind_of
 from penstock.compat.drop_in_pipeline import DropInPipeline
 from penstock.compat.stage import ranks_known_to, set_ranks
+from penstock.compat.step_arguments import Given, Options
 from penstock.errors import ScheduleError, StageError
 from penstock.ir import Action, Schedule, StageId
 from penstock.microbatches.loss_weights import LossWeight
+from penstock.replacing import COMPARE
 from penstock.runtime.auto.auto_value import Auto
-from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.pipeline_checks import as_schedule as schedule_for
 from penstock.runtime.pipeline_checks import check_count, check_fit, check_stages
 from penstock.runtime.step_settings import CustomFunction, LossFn
 from penstock.sealed import Sealed
 from penstock.stage import PipelineStage
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of a schedule that its pipeline is made with."""
-
-    loss_fn: LossFn | None
-    args_chunk_spec: Any
-    kwargs_chunk_spec: Any
-    output_merge_spec: Any
-    scale_grads: bool
-    loss_weight: LossWeight | None = None
-    replica_group: dist.ProcessGroup | DeviceMesh | None = None
-    on_grads_ready: Callable[[PipelineStage], None] | None = None
-    timeout: float = DEFAULT_TIMEOUT_S
-
-
-class Given(NamedTuple):
-    """The values that a step was given: a batch, or microbatches that are already cut."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-    arg_mbs: list[tuple[Any, ...]] | None
-    kwarg_mbs: list[dict[str, Any]] | None
-    target_mbs: list[Any] | None
-
-    @property
-    def is_cut(self) -> bool:
-        return any(mbs is not None for mbs in (self.arg_mbs, self.kwarg_mbs, self.target_mbs))
-
-    def check(self) -> None:
-        """Raise an error if both a batch and microbatches were given."""
-        if self.is_cut and (self.args or self.kwargs or self.target is not None):
-            raise StageError(
-                "step() was given both a batch and microbatches that are already cut. Expected "
-                "one of them: arg_mbs, kwarg_mbs and target_mbs, or the other arguments."
-            )
-        for name in ("arg_mbs", "kwarg_mbs", "target_mbs"):
-            mbs = getattr(self, name)
-            if mbs is not None and not isinstance(mbs, list):
-                raise TypeError(
-                    f"{name} is a {type(mbs).__name__}. Expected a list with one value for each "
-                    "microbatch."
-                )
 
 
 class _PipelineSchedule(Sealed):
@@ -102,6 +58,8 @@ class _PipelineSchedule(Sealed):
         """A copy of the order from which `_plan` was made, if it was made from one."""
         self._num_steps = 0
         self._trained = False
+        self._compares = os.environ.get(COMPARE) == "1"
+        """True if the next training step runs on torch's schedule too."""
         self._pipeline: DropInPipeline | None = None
         if plan is None and hasattr(self, "schedule_name"):
             self._plan = schedule_for(self.schedule_name, self._held, n_microbatches)
@@ -355,6 +313,56 @@ class _PipelineSchedule(Sealed):
         given.check()
         if losses is not None and not isinstance(losses, list):
             raise TypeError(f"losses is a {type(losses).__name__}. Expected a list to fill.")
+
+        def run_own() -> Any:
+            return self._run_own(given, losses, return_outputs, loss_kwargs, has_backward)
+
+        if not (self._compares and has_backward and self._has_backward):
+            return run_own()
+        self._compares = False
+        kept: list[Any] | None = None if losses is None else []
+        return compare_step(
+            self._beside_torch(),
+            (given.args, given.kwargs, given.arg_mbs, given.kwarg_mbs),
+            lambda theirs: theirs.step(
+                *given.args,
+                target=given.target,
+                losses=kept,
+                return_outputs=False,
+                loss_kwargs=loss_kwargs,
+                **given.as_keywords(),
+            ),
+            run_own,
+        )
+
+    def _beside_torch(self) -> Beside:
+        """Return what torch's own schedule is made of, to compare a step with it."""
+        self._ready()
+        return Beside(
+            type(self).__name__,
+            self._held,
+            self.pipeline_order,
+            self.num_microbatches,
+            {
+                "loss_fn": self._options.loss_fn,
+                "output_merge_spec": self._options.output_merge_spec,
+                "scale_grads": self._options.scale_grads,
+                **{
+                    name: spec
+                    for name in ("args_chunk_spec", "kwargs_chunk_spec")
+                    if (spec := getattr(self._options, name)) is not None
+                },
+            },
+        )
+
+    def _run_own(
+        self,
+        given: Given,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+        has_backward: bool,
+    ) -> Any:
         with self._running(has_backward=has_backward) as pipeline:
             if given.is_cut:
                 run_cut = pipeline.step_microbatches if has_backward else pipeline.eval_microbatches

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.compat.actions import Order, as_order, format_order, read_order
-from penstock.compat.schedule_base import Options, _PipelineSchedule
+from penstock.compat.schedule_base import _PipelineSchedule
+from penstock.compat.step_arguments import Options
 from penstock.errors import ScheduleError, StageError
 from penstock.ir import StageId
 from penstock.microbatches.loss_weights import LossWeight

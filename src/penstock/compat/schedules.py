@@ -29,12 +29,13 @@ from penstock.compat.actions import (
     _ComputationType,
 )
 from penstock.compat.custom_functions import _CustomFunctionProtocol, _PipelineContext
-from penstock.compat.schedule_base import Options, _PipelineSchedule
+from penstock.compat.schedule_base import _PipelineSchedule
 from penstock.compat.schedule_kinds import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     _PipelineScheduleRuntime,
 )
+from penstock.compat.step_arguments import Options
 from penstock.errors import ScheduleError, StepError
 from penstock.microbatches.loss_weights import LossWeight
 from penstock.runtime.auto.auto_value import Auto
