@@ -369,6 +369,8 @@ def test_step_takes_a_batch_or_microbatches_but_not_both() -> None:
             schedule.step(*batch.args, target_mbs=[batch.target])
         with pytest.raises(TypeError, match="arg_mbs is a tuple"):
             schedule.step(arg_mbs=batch.args)
+        with pytest.raises(StageError, match="finalize_gradients is False, but here each step"):
+            schedule.step(*batch.args, target=batch.target, finalize_gradients=False)
         with pytest.raises(TypeError, match="losses is a tuple"):
             schedule.step(*batch.args, target=batch.target, losses=())
 

@@ -15,6 +15,7 @@ __all__ = [
     "PipeliningMetadataError",
     "PipeliningShapeError",
     "flatten_args",
+    "flatten_args_detach",
     "generate_rank_to_stage_mapping",
     "generate_stage_to_rank_mapping",
 ]
@@ -72,3 +73,8 @@ def flatten_args(args: Any, *, detach: bool = False) -> Any:
         for leaf in leaves
     ]
     return pytree.tree_unflatten(own, structure), own
+
+
+def flatten_args_detach(args: Any) -> Any:
+    """Return `flatten_args(args, detach=True)`."""
+    return flatten_args(args, detach=True)

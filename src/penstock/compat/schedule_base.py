@@ -233,13 +233,21 @@ class _PipelineSchedule(Sealed):
         arg_mbs: list[tuple[Any, ...]] | None = None,
         kwarg_mbs: list[dict[str, Any]] | None = None,
         target_mbs: list[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run one batch forward and backward; return the outputs on the rank of the last stage.
 
         `arg_mbs`, `kwarg_mbs` and `target_mbs` are for a batch that is already cut. Without a
         loss_fn there is no backward, and outputs keep their graphs where gradients are enabled.
+        `finalize_gradients` must be True: each step scales and reduces its own gradients, and
+        adds them to those of earlier steps.
         """
+        if not finalize_gradients:
+            raise StageError(
+                "finalize_gradients is False, but here each step scales and reduces its own "
+                "gradients. Leave it out: over several steps, the sum is the same."
+            )
         given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         return self._run_given(given, losses, return_outputs, loss_kwargs, has_backward=True)
 

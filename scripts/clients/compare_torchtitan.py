@@ -1,0 +1,188 @@
+"""Train torchtitan's debug llama with its own trainer, on torch's pipelining and on Penstock's.
+
+    python scripts/clients/compare_torchtitan.py --python VENV/bin/python [--only WORDS …] [-o FILE]
+
+VENV has torchtitan and torch, not necessarily Penstock. Each case runs twice: as it is, and by
+`penstock run`. The table compares the losses and gradient norms that torchtitan prints.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TRAINER = Path(__file__).with_name("titan_on_cpu.py")
+TIMEOUT_S = 240
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+SPLIT = SCHEDULES[4:]
+MAKE_ASSETS = """
+import argparse, inspect, json, logging, sys
+from pathlib import Path
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+root = Path(sys.argv[1])
+text = "".join(inspect.getsource(module) for module in (argparse, inspect, json, logging))
+lines = [text[i : i + 3000] for i in range(0, len(text), 3000)]
+(root / "data").mkdir()
+(root / "data" / "data.json").write_text("".join(json.dumps({"text": x}) + "\\n" for x in lines))
+tokenizer = Tokenizer(models.BPE())
+tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+ends = ["<|begin_of_text|>", "<|end_of_text|>"]
+alphabet = pre_tokenizers.ByteLevel.alphabet()
+trainer = trainers.BpeTrainer(vocab_size=2000, special_tokens=ends, initial_alphabet=alphabet)
+tokenizer.train_from_iterator(lines, trainer)
+(root / "tokenizer").mkdir()
+tokenizer.save(str(root / "tokenizer" / "tokenizer.json"))
+config = {"bos_token": ends[0], "eos_token": ends[1]}
+(root / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: a feature, a schedule, and what torchtitan is told besides."""
+
+    feature: str
+    schedule: str
+    num_ranks: int = 2
+    options: tuple[str, ...] = ()
+    csv: str = ""
+    """The registered schedule that is written to a CSV file for this case."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_ranks} ranks, {self.feature}, {self.schedule}"
+
+
+def all_cases() -> Iterator[Case]:
+    none = ("--activation_checkpoint.mode", "none")
+    for schedule in SCHEDULES:
+        yield Case("pipeline alone", schedule, options=none)
+    for mode in ("selective", "full"):
+        for schedule in SCHEDULES:
+            feature = f"{mode} checkpointing"
+            yield Case(feature, schedule, options=("--activation_checkpoint.mode", mode))
+    sharded = ("--parallelism.data_parallel_shard_degree", "2", *none)
+    for schedule in SCHEDULES:
+        yield Case("FSDP2", schedule, 4, sharded)
+    tensor = ("--parallelism.tensor_parallel_degree", "2", *none)
+    for schedule in SCHEDULES:
+        yield Case("TP", schedule, 4, tensor)
+    four = ("--parallelism.pipeline_parallel_degree", "4", "--training.local_batch_size", "8")
+    for schedule in SCHEDULES:
+        yield Case("pipeline alone", schedule, 4, (*four, *none))
+    for schedule in ("1F1B", *SPLIT):
+        options = ("--training.global_batch_size", "8", *none)
+        yield Case("gradient accumulation", schedule, options=options)
+    for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
+        options = ("--validation.enable", "--validation.freq", "2", "--validation.steps", "2")
+        yield Case("validation", schedule, options=(*options, *none))
+    for schedule, csv in (("Interleaved1F1B", "InterleavedZeroBubble"), ("ZBVZeroBubble", "ZB-V")):
+        yield Case(f"CSV file of {csv}", schedule, options=none, csv=csv)
+    replicated = ("--parallelism.data_parallel_replicate_degree", "2", *none)
+    for schedule in ("1F1B", *SPLIT):
+        yield Case("DDP", schedule, 4, replicated)
+
+
+def arguments_of(case: Case, assets: Path, num_steps: int) -> list[str]:
+    data, tokenizer = assets / "data", assets / "tokenizer"
+    base = {
+        "--model.name": "llama3",
+        "--model.flavor": "debugmodel",
+        "--model.hf_assets_path": tokenizer,
+        "--training.dataset": "c4_test",
+        "--training.dataset_path": data,
+        "--validation.dataset": "c4_test",
+        "--validation.dataset_path": data,
+        "--validation.local_batch_size": 4,
+        "--validation.seq_len": 64,
+        "--training.local_batch_size": 4,
+        "--training.seq_len": 64,
+        "--training.steps": num_steps,
+        "--training.mixed_precision_param": "float32",
+        "--metrics.log_freq": 1,
+        "--parallelism.pipeline_parallel_degree": 2,
+        "--parallelism.data_parallel_shard_degree": 1,
+        "--parallelism.pipeline_parallel_schedule": case.schedule,
+        "--debug.seed": 1,
+        "--job.dump_folder": assets / "out",
+    }
+    if case.csv:
+        file = assets / f"{case.csv}.csv"
+        shape = ["-p", str(case.num_ranks), "-m", "4", "-o", str(file)]
+        subprocess.run([sys.executable, "-m", "penstock", "convert", case.csv, *shape], check=True)
+        base["--parallelism.pipeline_parallel_schedule_csv"] = file
+    given = [str(part) for item in base.items() for part in item]
+    return [*given, *case.options]
+
+
+def run(python: str, case: Case, arguments: list[str], *, on_penstock: bool) -> list[str]:
+    """Return the losses and norms that torchtitan prints, or its error if it fails."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command = [python, *torchrun, str(case.num_ranks), str(TRAINER), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if on_penstock:
+        # The venv of torchtitan need not have Penstock, nor the parts that its command needs.
+        folders = [ROOT / "src" / "penstock" / "replacing" / "at_startup", ROOT / "src"]
+        known = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+        environment["PYTHONPATH"] = os.pathsep.join([*map(str, folders), *known])
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        text = done.stdout + done.stderr
+    except subprocess.TimeoutExpired:
+        return [f"no end after {TIMEOUT_S} s"]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    found = re.findall(r"((?:validate )?step: +\d+ +loss: +[\d.]+(?: +grad_norm: +[\d.]+)?)", plain)
+    assert not on_penstock or "is Penstock's in this process" in plain, plain
+    if done.returncode:
+        errors = re.findall(r"^(?:\[rank\d+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)$", plain, re.M)
+        own = [line for line in errors if "ChildFailedError" not in line]
+        return [(own or ["failed without an error"])[0][:200]]
+    return sorted({" ".join(line.split()) for line in found})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", required=True, help="the Python that has torchtitan")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", nargs="*", help="run the cases with one of these in their names")
+    parser.add_argument("-o", "--output", type=Path, help="a file for the results, as JSON")
+    given = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        assets = Path(folder)
+        subprocess.run([given.python, "-c", MAKE_ASSETS, folder], check=True, stdout=sys.stderr)
+        for case in all_cases():
+            if given.only and not any(words in case.name for words in given.only):
+                continue
+            began_s = time.monotonic()
+            arguments = arguments_of(case, assets, given.steps)
+            stock = run(given.python, case, arguments, on_penstock=False)
+            own = run(given.python, case, arguments, on_penstock=True)
+            results[case.name] = {"torch": stock, "penstock": own}
+            verdict = "equal" if stock == own else f"torch {stock[-1:]}, Penstock {own[-1:]}"
+            lines = f"{len(own)} lines, {time.monotonic() - began_s:.0f} s"
+            print(f"{case.name}: {verdict} ({lines})", flush=True)
+            if given.output:
+                given.output.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

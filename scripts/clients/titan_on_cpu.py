@@ -1,0 +1,37 @@
+"""Run torchtitan's own trainer on CPUs: `torchrun … titan_on_cpu.py [torchtitan's arguments]`.
+
+torchtitan asks for an accelerator. This gives it the CPU as one, and runs its trainer unchanged.
+"""
+
+import runpy
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch._utils
+
+CPU_AS_ACCELERATOR = {
+    "get_device_name": lambda *_: "CPU",
+    "get_device_properties": lambda *_: SimpleNamespace(total_memory=1 << 33),
+    "reset_peak_memory_stats": lambda *_: None,
+    "empty_cache": lambda *_: None,
+    "memory_stats": lambda *_: {},
+    "current_device": lambda *_: 0,
+    "set_device": lambda *_: None,
+    "get_rng_state": lambda *_: torch.random.get_rng_state(),
+    "set_rng_state": lambda state, *_: torch.random.set_rng_state(state),
+}
+
+
+def main() -> None:
+    for name, function in CPU_AS_ACCELERATOR.items():
+        setattr(torch.cpu, name, function)
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch._utils._get_device_module = lambda device_type: getattr(torch, device_type)
+    torch.set_num_threads(1)
+    sys.argv[0] = "torchtitan.train"
+    runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
