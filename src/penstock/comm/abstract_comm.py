@@ -34,6 +34,8 @@ class AbstractComm(ABC):
 
     rank: Rank
     num_ranks: int
+    is_dry: ClassVar[bool] = False
+    """True if there are no other ranks, and the messages that arrive are zeros."""
 
     @abstractmethod
     def gather(self, value: Any, what: str = BEGINNING) -> list[Any]:

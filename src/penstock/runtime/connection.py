@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm
+from penstock.comm.dry_run import DryRunComm, is_dry_run
 from penstock.errors import CommError
 from penstock.ir import Rank
 from penstock.stage import Group
@@ -78,4 +79,6 @@ class Connection:
     def _connect(self) -> AbstractComm:
         if isinstance(self._group, LocalGroup):
             return self._group.connect()
+        if is_dry_run(self._group):
+            return DryRunComm(self._group)
         return ProcessGroupComm(self._group, self._device, self._timeout_s)

@@ -14,6 +14,7 @@ from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
 from penstock.runtime.losses import Losses
 from penstock.runtime.measuring.action_times import Meter
 from penstock.runtime.measuring.observer import UNWATCHED, Observer
+from penstock.runtime.messages.foreseen_forms import foresee_forms
 from penstock.runtime.messages.forms import Form
 from penstock.runtime.messages.mailbox import Mailbox
 from penstock.runtime.pipeline_checks import (
@@ -148,6 +149,8 @@ class StepRunner:
         programs = self._refresh()
         program = programs.training if has_backward else programs.forward
         forms = {} if self._is_dynamic else self._forms[has_backward]
+        if comm.is_dry and not forms:
+            forms.update(foresee_forms(program, self._stages, has_backward=has_backward))
         pilot = self._pilot if has_backward else None
         observer = UNWATCHED if pilot is None else pilot.make_observer()
         if observer is UNWATCHED and recorders:

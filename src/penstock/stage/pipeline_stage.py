@@ -129,6 +129,16 @@ class PipelineStage(Sealed):
         self._seal(theirs)
 
     @property
+    def input_args(self) -> tuple[Tensor, ...] | None:
+        """The examples of one microbatch's inputs, if they were given."""
+        return self._input_args
+
+    @property
+    def output_args(self) -> tuple[Tensor, ...] | None:
+        """The examples of one microbatch's outputs, if they were given."""
+        return self._output_args
+
+    @property
     def submod(self) -> nn.Module:
         """The module, which may be replaced between steps."""
         return self._submod
