@@ -18,8 +18,6 @@ CPU_AS_ACCELERATOR = {
     "memory_stats": lambda *_: {},
     "current_device": lambda *_: 0,
     "set_device": lambda *_: None,
-    "get_rng_state": lambda *_: torch.random.get_rng_state(),
-    "set_rng_state": lambda state, *_: torch.random.set_rng_state(state),
 }
 
 

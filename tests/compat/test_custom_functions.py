@@ -25,18 +25,25 @@ KINDS = [
 
 def run_as_torch_does(action: Any, ctx: Any) -> None:
     """A function as clients write them: it drives the stages of the schedule."""
-    stages = {stage.stage_index: stage for stage in ctx.schedule_ref._stages}
+    schedule = ctx.schedule_ref
+    stages = {stage.stage_index: stage for stage in schedule._stages}
     for part in action.sub_actions or (action,):
         stage, mb = stages[part.stage_index], part.microbatch_index
         match part.computation_type:
             case schedules.FORWARD:
+                assert (stage.stage_index, mb) in schedule.fwd_recv_ops
+                schedules._wait_batch_p2p(schedule.fwd_recv_ops.pop((stage.stage_index, mb)))
+                schedule._assert_unsharded(stage)
                 output = stage.forward_one_chunk(mb, ctx.arg_mbs[mb], ctx.kwarg_mbs[mb])
+                schedule._maybe_compute_loss(stage, output, ctx.target_mbs, mb)
                 if stage.stage_index + 1 in stages:
                     stages[stage.stage_index + 1].set_local_fwd_input(output, mb)
             case schedules.BACKWARD_WEIGHT:
                 stage.backward_weight_one_chunk(mb)
             case kind:
-                stage.backward_one_chunk(mb, full_backward=kind == schedules.FULL_BACKWARD)
+                schedules._wait_batch_p2p(schedule.bwd_recv_ops.pop((stage.stage_index, mb)))
+                loss = schedule._maybe_get_loss(stage, mb)
+                stage.backward_one_chunk(mb, loss, kind == schedules.FULL_BACKWARD)
                 if stage.stage_index - 1 in stages:
                     grads = stage.get_local_bwd_output(mb)
                     stages[stage.stage_index - 1].set_local_bwd_input(grads, mb)

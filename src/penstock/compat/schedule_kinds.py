@@ -229,11 +229,42 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         super()._dump_csv(filename, format)
 
     @property
+    def fwd_recv_ops(self) -> "_Arrived":
+        """The receives to wait for before a forward: none, as an action waits by itself."""
+        return _Arrived()
+
+    @property
+    def bwd_recv_ops(self) -> "_Arrived":
+        """The receives to wait for before a backward: none, as an action waits by itself."""
+        return _Arrived()
+
+    def _assert_unsharded(self, stage: PipelineStage) -> None:
+        """Do nothing: a forward or backward waits for its parameters by itself."""
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+    ) -> None:
+        """Do nothing: the forward of the last stage computes its loss by itself."""
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> None:
+        """Return nothing: the backward of the last stage knows its loss by itself."""
+
+    @property
     def backward_counter(self) -> Counter[StageId]:
         """The number of weight gradients that each stage added in the last step."""
         if not self._trained:
             return Counter()
         return Counter({stage: self.num_microbatches for stage in self.stages})
+
+
+class _Arrived(dict[tuple[StageId, int], list[dist.Work]]):
+    """The receives of all messages, each with nothing left to wait for."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def pop(self, key: tuple[StageId, int], *default: Any) -> list[dist.Work]:
+        return []
 
 
 def check_runs_orders(kind: type[_PipelineSchedule]) -> None:
