@@ -160,6 +160,18 @@ def run(python: str, case: Case, arguments: list[str], *, on_penstock: bool) -> 
     return sorted({" ".join(line.split()) for line in found})
 
 
+def verdict_on(stock: list[str], own: list[str]) -> str:
+    """Compare two runs in words."""
+    failed = {"torch": stock, "Penstock": own}
+    failed = {who: lines for who, lines in failed.items() if "loss" not in lines[0]}
+    if failed:
+        return "; ".join(f"{who} fails: {lines[0]}" for who, lines in failed.items())
+    if stock == own:
+        return f"equal, {len(own)} lines"
+    others = [f"{a} on torch, {b}" for a, b in zip(stock, own, strict=False) if a != b]
+    return f"{len(others)} of {len(own)} lines differ: {others[:1]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", required=True, help="the Python that has torchtitan")
@@ -179,9 +191,8 @@ def main() -> None:
             stock = run(given.python, case, arguments, on_penstock=False)
             own = run(given.python, case, arguments, on_penstock=True)
             results[case.name] = {"torch": stock, "penstock": own}
-            verdict = "equal" if stock == own else f"torch {stock[-1:]}, Penstock {own[-1:]}"
-            lines = f"{len(own)} lines, {time.monotonic() - began_s:.0f} s"
-            print(f"{case.name}: {verdict} ({lines})", flush=True)
+            took_s = time.monotonic() - began_s
+            print(f"{case.name}: {verdict_on(stock, own)} ({took_s:.0f} s)", flush=True)
             if given.output:
                 given.output.write_text(json.dumps(results, indent=1))
 

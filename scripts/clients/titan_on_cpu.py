@@ -3,12 +3,14 @@
 torchtitan asks for an accelerator. This gives it the CPU as one, and runs its trainer unchanged.
 """
 
+import os
 import runpy
 import sys
 from types import SimpleNamespace
 
 import torch
 import torch._utils
+import torch.nn.attention.flex_attention as flex_attention
 
 CPU_AS_ACCELERATOR = {
     "get_device_name": lambda *_: "CPU",
@@ -26,6 +28,11 @@ def main() -> None:
         setattr(torch.cpu, name, function)
     torch._utils._get_available_device_type = lambda: "cpu"
     torch._utils._get_device_module = lambda device_type: getattr(torch, device_type)
+    # torchtitan 0.3 has flex_attention alone, which refuses a backward on CPUs unless it is told
+    # to run without its compiler.
+    flex_attention._validate_device = lambda *_: None
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     torch.set_num_threads(1)
     sys.argv[0] = "torchtitan.train"
     runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)
