@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 import torch._utils
 import torch.nn.attention.flex_attention as flex_attention
+from torch.distributed.fsdp import FSDPModule
 
 CPU_AS_ACCELERATOR = {
     "get_device_name": lambda *_: "CPU",
@@ -33,6 +34,14 @@ def main() -> None:
     flex_attention._validate_device = lambda *_: None
     flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # gloo has no sum with a factor, which FSDP2 would take for the factor that torchtitan sets.
+    set_factor = FSDPModule.set_gradient_divide_factor
+
+    def set_factor_of_sum(module: FSDPModule, factor: float) -> None:
+        set_factor(module, factor)
+        module.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = set_factor_of_sum
     torch.set_num_threads(1)
     sys.argv[0] = "torchtitan.train"
     runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)

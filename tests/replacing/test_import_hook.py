@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from limits import PROCESS_S
-from penstock.replacing import startup_folder
+from penstock.replacing.import_hook import startup_folder
 
 REPLACED = "penstock: torch.distributed.pipelining is Penstock's in this process (penstock.compat)"
 
@@ -102,7 +102,7 @@ def test_module_without_a_mirror_is_named() -> None:
 def test_torch_in_place_is_torch_s_own_and_then_ours_again() -> None:
     done = run_python(
         "import torch.distributed.pipelining as ours\n"
-        "from penstock.replacing import torch_in_place\n"
+        "from penstock.replacing.import_hook import torch_in_place\n"
         "for _ in range(2):\n"
         "    with torch_in_place():\n"
         "        import torch.distributed.pipelining.schedules as theirs\n"

@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     (
         "runtime/step.py",
-        "        if flight.loss is not None:\n            self.losses.let_go(mb, flight.loss)\n",
+        "        if flight.loss is not None:\n            self.losses.let_go(mb)\n",
         "",
         "tests/runtime/test_skips.py -k dropped",
     ),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.errors import OptionError
-from penstock.replacing import COMPARE, startup_folder
+from penstock.replacing.import_hook import COMPARE, startup_folder
 
 
 def run(

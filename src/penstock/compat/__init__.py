@@ -27,7 +27,7 @@ from penstock.compat.schedules import (
     _ScheduleForwardOnly as _ScheduleForwardOnly,
 )
 from penstock.compat.stage import PipelineStage, build_stage
-from penstock.replacing import install as install
+from penstock.replacing.import_hook import install as install
 
 __all__ = [
     "Pipe",

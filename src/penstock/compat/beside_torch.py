@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.backward.structure import tensors_in
 from penstock.compat.actions import Order
-from penstock.replacing import THEIRS, torch_in_place
+from penstock.replacing.import_hook import THEIRS, torch_in_place
 from penstock.stage import PipelineStage
 from penstock.stage.dtensors import local_part
 from penstock.torch_private import is_dtensor

@@ -17,7 +17,7 @@ from penstock.compat.step_arguments import Given, Options
 from penstock.errors import ScheduleError, StageError
 from penstock.ir import Action, Schedule, StageId
 from penstock.microbatches.loss_weights import LossWeight
-from penstock.replacing import COMPARE
+from penstock.replacing.import_hook import COMPARE
 from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.pipeline_checks import as_schedule as schedule_for
 from penstock.runtime.pipeline_checks import check_count, check_fit, check_stages

@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from penstock.replacing import install
+from penstock.replacing.import_hook import install
 
 install()
 
