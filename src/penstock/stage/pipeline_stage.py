@@ -410,4 +410,3 @@ def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if not kwargs and _PLAIN.issuperset(map(type, args)):
         return list(args)
     return tensors_in((args, kwargs))
-
