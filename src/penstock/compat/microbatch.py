@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.microbatches import Reducer as _CustomReducer
 from penstock.microbatches import Replicate as _Replicate
 from penstock.microbatches import (
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
 )
+from penstock.microbatches.chunk_specs import Reducer as _CustomReducer
 
 __all__ = [
     "DEFAULT_CHUNK_DIM",
