@@ -169,7 +169,7 @@ def test_schedule_that_stamps_do_not_prove_is_refused_when_the_pipeline_is_made(
     assert "0B0 has stamp 1, but the action before it has 1" in str(error)
 
 
-def _count_calls(name: str, p: int, place: int) -> dict[tuple[str, str], int]:
+def _count_calls(name: str, p: int, place: int) -> Counter[tuple[str, str]]:
     """The calls of our functions in one rank's third step; `place` may count from the last rank.
 
     Channels within a process do not count: they let all ranks run in turn.
@@ -202,4 +202,4 @@ def _count_calls(name: str, p: int, place: int) -> dict[tuple[str, str], int]:
 def test_calls_of_a_step_do_not_grow_with_the_number_of_ranks(name: str, place: int) -> None:
     few, many = (_count_calls(name, p, place) for p in (3, 12))
     assert sum(few.values()) > 1000
-    assert few == many
+    assert not many - few
