@@ -118,20 +118,13 @@ def _settle(
     for entry in terms:
         param, term = entry
         grad, hooks, late_hooks = grad_and_hooks(param)
-        if (
-            hooks
-            or late_hooks
-            or not (
-                # The usual case first, without a call.
-                (
-                    type(grad) is Tensor
-                    and type(param) in PLAIN_TYPES
-                    and grad.dtype is param.dtype
-                    and grad.layout is torch.strided
-                )
-                or _adds_plainly(param, grad)
-            )
-        ):
+        is_usual = (  # Asked first, without a call.
+            type(grad) is Tensor
+            and type(param) in PLAIN_TYPES
+            and grad.dtype is param.dtype
+            and grad.layout is torch.strided
+        )
+        if hooks or late_hooks or not (is_usual or _adds_plainly(param, grad)):
             delivery.add(param, value_of(term))
         else:
             plain.append(entry)
