@@ -5,6 +5,7 @@ OPTIONS = "tests/runtime/test_step_options.py"
 TIED = "tests/runtime/test_tied_parameters.py tests/runtime/test_tied_messages.py"
 ERRORS = "tests/runtime/test_step_errors.py tests/runtime/test_message_errors.py"
 WEIGHTS = "tests/microbatches/test_loss_weights.py"
+PACKING = "tests/runtime/test_packing.py"
 WIRE = "tests/runtime/test_mailbox.py"
 COSTS = "tests/runtime/test_stage_costs.py"
 OVERLAPPED = "tests/dist/test_overlapped_collectives.py"
@@ -73,8 +74,8 @@ MUTANTS = [
     ),
     (
         "runtime/step.py",
-        "result = flight.passage.backward_of_nothing()",
-        "result = flight.passage.backward(grads, flight.loss)",
+        "return flight.passage.backward_of_nothing()",
+        "return flight.passage.backward(grads, flight.loss)",
         WEIGHTS,
     ),
     (
@@ -135,20 +136,69 @@ MUTANTS = [
     # Messages.
     (
         "runtime/messages/mailbox.py",
-        "        self._release(*self._program.received_before[message])\n",
+        "            self._release(outbox, num_received, waits=waits)\n",
         "",
         WIRE,
+    ),
+    (  # A gradient that never travels proves that an activation has arrived.
+        "runtime/messages/mailbox.py",
+        "waits = outbox.needs_every_wait or not transfers",
+        "waits = outbox.needs_every_wait",
+        PACKING,
+    ),
+    (
+        "runtime/messages/mailbox.py",
+        "transfers if inbox.needs_every_wait else transfers[-1:]",
+        "transfers",
+        PACKING,
+    ),
+    (  # Tensors are not aligned.
+        "runtime/messages/packing.py",
+        "-kinds[number][1].itemsize",
+        "kinds[number][1].itemsize",
+        PACKING,
+    ),
+    (
+        "runtime/messages/packing.py",
+        "is_small = num_bytes <= SMALL_BYTES",
+        "is_small = True",
+        PACKING,
+    ),
+    (
+        "runtime/messages/letters.py",
+        "return content, length - len(content)",
+        "return content, 0",
+        PACKING,
+    ),
+    (
+        "runtime/messages/forms.py",
+        "or leaf.requires_grad is not form.requires_grad",
+        "or False",
+        ERRORS,
+    ),
+    ("runtime/messages/forms.py", "or leaf.shape != form.shape\n", "or False\n", ERRORS),
+    (
+        "runtime/messages/sendable.py",
+        "            and not tensor.is_neg()\n",
+        "",
+        "tests/runtime/test_sendable.py",
+    ),
+    (
+        "runtime/step_runner.py",
+        "if self._programs is not None and changes == self._checked:",
+        "if self._programs is not None and self._checked:",
+        "tests/runtime/test_changed_stages.py tests/runtime/test_stage_errors.py",
     ),
     ("runtime/messages/mailbox.py", "_POSTED_AHEAD = 2", "_POSTED_AHEAD = 1", WIRE),
     (
         "runtime/messages/mailbox.py",
-        "self._release(receiver, outbox.num_sent)",
-        "self._release(receiver, outbox.num_sent - 1)",
+        "self._release(outbox, outbox.num_sent, waits=True)",
+        "self._release(outbox, outbox.num_sent - 1, waits=True)",
         WIRE,
     ),
     (
         "runtime/messages/mailbox.py",
-        "if not message.is_gradient and not self._comm.copies(receiver):",
+        "if not outbox.copies and not form.need_grads and not message.is_gradient:",
         "if False:",
         "tests/runtime/test_pipelines_on_nccl.py",
     ),
@@ -240,7 +290,7 @@ MUTANTS = [
     # How ranks fail together.
     (
         "runtime/connection.py",
-        "                self._comm.fail(self._failure)\n",
+        "            self._comm.fail(self._failure)\n",
         "",
         "tests/runtime/test_failing_together.py",
     ),
