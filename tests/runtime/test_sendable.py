@@ -88,6 +88,12 @@ def test_a_tensor_that_is_sent_without_a_closer_look_is_what_its_memory_holds(na
         assert tensor.data_ptr() == as_sent(tensor, CPU, "here").data_ptr()
 
 
+def test_a_negative_view_of_whole_memory_is_looked_at_closely() -> None:
+    tensor = torch._neg_view(numbers())  # Only torch itself makes one that begins its memory.
+    assert not is_memory_alone(tensor, CPU, is_complex=False)
+    assert torch.equal(-numbers(), as_sent(tensor, CPU, "here"))
+
+
 class _GradientOf(nn.Module):
     """A loss whose gradient with respect to its input is `grad(call)`."""
 

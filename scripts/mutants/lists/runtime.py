@@ -187,7 +187,7 @@ MUTANTS = [
         "runtime/step_runner.py",
         "if self._programs is not None and changes == self._checked:",
         "if self._programs is not None and self._checked:",
-        "tests/runtime/test_changed_stages.py tests/runtime/test_stage_errors.py",
+        "tests/dist/test_sharded_refusals.py",
     ),
     ("runtime/messages/mailbox.py", "_POSTED_AHEAD = 2", "_POSTED_AHEAD = 1", WIRE),
     (
