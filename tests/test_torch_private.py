@@ -31,6 +31,7 @@ from penstock.torch_private.fsdp2 import (
 from torch_names import private_names
 
 THE_ONE = SRC / "penstock" / "torch_private"
+THE_MIRROR = SRC / "penstock" / "compat"  # It has the names of torch.distributed.pipelining.
 ALL_NAMES = [
     *NAMES,
     *NAMES_LOADED_LATE,
@@ -53,11 +54,19 @@ def find(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in SOURCE_FILES if path.parent != THE_ONE], ids=name_file
+    "path",
+    [path for path in SOURCE_FILES if path.parent not in (THE_ONE, THE_MIRROR)],
+    ids=name_file,
 )
 def test_file_names_nothing_private_of_torch(path: Path) -> None:
     """Import it from penstock.torch_private, which says why it is needed."""
     assert [] == find(path.read_text())
+
+
+@pytest.mark.parametrize("path", sorted(THE_MIRROR.glob("*.py")), ids=name_file)
+def test_file_of_the_mirror_names_nothing_else_private_of_torch(path: Path) -> None:
+    found = [name for name in find(path.read_text()) if name.startswith("torch.")]
+    assert [] == [name for name in found if not name.startswith("torch.distributed.pipelining.")]
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ MUTANTS = [
     ),
     (
         "passes/held_memory.py",
-        "return change if keeps else change._replace(net=0.0)",
+        "return change if keeps else Change(change.rise, 0.0)",
         "return change",
         MEMORY,
     ),

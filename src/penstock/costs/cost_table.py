@@ -45,6 +45,9 @@ class StageCost(NamedTuple):
     gathered: float = 0.0
 
 
+STAGE_COSTS: Final = tuple(StageCost.__annotations__)
+
+
 class EdgeCost(NamedTuple):
     """The cost of a message between two neighbouring stages, averaged over both directions."""
 
@@ -154,7 +157,7 @@ class CostTable:
     def of(cls, stages: Iterable[StageCost], edges: Iterable[EdgeCost]) -> "CostTable":
         """Return the table of the given stages and of the edges between them."""
         by_stage, by_edge = list(stages), list(edges)
-        of_stages: Any = {name: [getattr(x, name) for x in by_stage] for name in StageCost._fields}
+        of_stages: Any = {name: [getattr(x, name) for x in by_stage] for name in STAGE_COSTS}
         return cls(
             **of_stages,
             delay=[cost.delay for cost in by_edge],

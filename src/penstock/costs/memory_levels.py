@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, TypeAlias
 
-from penstock.costs.cost_table import CostTable, StageCost
+from penstock.costs.cost_table import STAGE_COSTS, CostTable
 from penstock.errors import CostError
 
 Level: TypeAlias = float | str
@@ -67,7 +67,7 @@ def mix_levels(tables: Mapping[Level, CostTable], levels: Sequence[Level]) -> Co
     edges = list(enumerate(pairwise(chosen)))
     of_stages = {
         name: [getattr(table, name)[stage] for stage, table in enumerate(chosen)]
-        for name in StageCost._fields
+        for name in STAGE_COSTS
     }
     return CostTable(
         **of_stages,

@@ -118,7 +118,7 @@ def changes_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterat
 
     def change_of(part: SingleCompute) -> Change:
         change: Change = changes_of(part.stage)[type(part)]
-        return change if keeps else change._replace(net=0.0)
+        return change if keeps else Change(change.rise, 0.0)
 
     for action in order:
         if isinstance(action, Unshard):
