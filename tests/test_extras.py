@@ -20,7 +20,6 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 # The packages that files of a room may import, besides torch and the standard library.
 ALLOWED = {
-    "schedules": {"numpy"},
     "cli": {"matplotlib", "rich", "typer"},
     "draw": {"matplotlib", "rich"},
     "solver": {"ortools"},
@@ -66,7 +65,7 @@ def test_files_import_only_packages_that_an_extra_has() -> None:
         roots = {name.partition(".")[0] for name in imported_names_of_file(path)}
         wrong += [f"{path.name} imports {root}" for root in roots - known]
     assert [] == wrong
-    assert packages_of("all") == set.union(*ALLOWED.values()) - {"numpy"}  # It is no extra.
+    assert packages_of("all") == set.union(*ALLOWED.values())
 
 
 def run_without(packages: Sequence[str], code: str) -> "subprocess.CompletedProcess[str]":

@@ -24,28 +24,17 @@ MUTANTS = [
     ("schedules/v_min.py", "shift = 2 if p % 3 == 0 else 0", "shift = 0", GRID),
     (
         "schedules/squeezing.py",
-        "is_due = has_weight & (next_pass <= last_forward) &",
-        "is_due = has_weight & False &",
+        "due[num_weights] <= place <= last_forward",
+        "False",
         GRID,
     ),
     (
         "schedules/squeezing.py",
-        "has_weight = next_weight < num_inputs",
-        "has_weight = next_weight < 2 * m",
-        GRID,
-    ),
-    (
-        "schedules/squeezing.py",
-        "ends[needs[ranks, next_pass]] <= time",
-        "ends[needs[ranks, next_pass]] <= time + 1",
+        "if start <= time:",
+        "if start <= time + 1:",
         SQUEEZED,
     ),
-    (
-        "schedules/squeezing.py",
-        "np.minimum(np.minimum.accumulate(num_inputs - num_free), 0)",
-        "np.minimum.accumulate(num_inputs - num_free)",
-        SQUEEZED,
-    ),
+    ("schedules/building_block.py", "            elif num_waiting:", "            else:", SQUEEZED),
     # Stamps.
     ("schedules/interleaved_1f1b.py", "max(len(group), p) for", "len(group) for", PROVED),
     ("schedules/interleaved_1f1b.py", "min(lead, m - round_of[mb].stop)", "lead", PROVED),

@@ -16,18 +16,15 @@ gaps are squeezed out; constructing it then still takes the time for 2p - 1 micr
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from penstock.ir import Action, LazyOrders
 from penstock.ir.action import compute_parts
 from penstock.ir.lazy_orders import Order
 from penstock.schedules.building_block import squeezed
 from penstock.schedules.generator import Bubble, Generator, Orders, Shape, Times, v_shape
+from penstock.schedules.squeezing import Layout, layout_of
 from penstock.schedules.stamping import by_place
 from penstock.schedules.writer import Writer
-
-if TYPE_CHECKING:
-    from penstock.schedules.squeezing import Layout
 
 
 def _order(p: int, m: int, rank: int) -> list[Action]:
@@ -68,9 +65,7 @@ def _orders(shape: Shape) -> Orders:
     if m >= 2 * p - 1:
         return LazyOrders(p, partial(_order, p, m), in_turn)
 
-    def lay_out(rank: int) -> "Layout":
-        from penstock.schedules.squeezing import layout_of
-
+    def lay_out(rank: int) -> Layout:
         return layout_of(shape, (a for a in full[rank] if compute_parts(a)[0].mb < m))
 
     def stamps(rank: int, order: Order) -> Iterator[int]:
