@@ -109,18 +109,18 @@ def test_reader_that_has_had_enough_is_no_error(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "expected"),
+    "args",
     [
-        (["show", "ZB-V", "1F1B"], []),
-        (["search", "-m", "2"], ["numpy"]),  # V-Half and V-Min are made with it.
-        (["convert", "ZB-V", "--comms"], []),
-        (["list", "--json"], []),
-        (["--help"], []),
-        (["train", "--help"], []),
-        (["plan", "--help"], []),
+        ["show", "ZB-V", "1F1B"],
+        ["search", "-m", "2"],
+        ["convert", "ZB-V", "--comms"],
+        ["list", "--json"],
+        ["--help"],
+        ["train", "--help"],
+        ["plan", "--help"],
     ],
 )
-def test_command_loads_little(args: list[str], expected: list[str]) -> None:
+def test_command_loads_nothing_heavy(args: list[str]) -> None:
     # The startup time follows from this, and unlike a time it is the same on every machine.
     code = (
         "import sys\n"
@@ -133,7 +133,7 @@ def test_command_loads_little(args: list[str], expected: list[str]) -> None:
         "print(sorted(heavy), file=sys.stderr)"
     )
     ran = run_process(program=[sys.executable, "-c", code])
-    assert (0, f"{expected}\n") == (ran.code, ran.err)
+    assert (0, "[]\n") == (ran.code, ran.err)
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
