@@ -4,21 +4,28 @@
 environment has a module of that name already, it is imported afterwards.
 """
 
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
 
 from penstock.replacing.import_hook import install
 
-if __name__ == "sitecustomize":  # Not if a program imports all modules of Penstock.
-    install()
+_OWN = Path(__file__).parent
 
-    _OWN = Path(__file__).parent
+
+def _replace() -> None:
+    install()
     sys.path[:] = [entry for entry in sys.path if Path(entry) != _OWN]
-    _own_module = sys.modules.pop("sitecustomize")
+    own_module = sys.modules.pop("sitecustomize")
     try:
         import_module("sitecustomize")
     except ModuleNotFoundError as exc:
         if exc.name != "sitecustomize":
             raise
-        sys.modules["sitecustomize"] = _own_module  # Python looks for it once this has run.
+        sys.modules["sitecustomize"] = own_module  # Python looks for it once this has run.
+
+
+# Not in a program that merely imports every file of Penstock, as doctests do.
+if _OWN in map(Path, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    _replace()
