@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import chain
 
 import pytest
 import torch
@@ -13,7 +14,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backward.mechanisms import MECHANISMS, AbstractPass, autograd
-from penstock.backward.graph_pattern import read_graph
+from penstock.backward.graph_pattern import (
+    INPUT,
+    LEAF,
+    OTHER,
+    PER_EDGE,
+    PRODUCT,
+    Pattern,
+    read_graph,
+)
 from penstock.backward.harvesting import harvest
 
 WIDTH = 6
@@ -47,6 +56,12 @@ def _scaled(stage: Branching, x: Tensor, alpha: float) -> Tensor:
     return torch.addmm(stage.first.bias, rows, weight, alpha=alpha, beta=3 - alpha).view_as(x)
 
 
+def _joined(stage: Branching, x: Tensor, urgent: Tensor) -> Tensor:
+    """Two weights that only autograd can serve, as one of them is also used by a multiplication."""
+    y = F.linear(stage.first(x), stage.raw) * urgent.sum(0)
+    return F.linear(y, stage.raw + stage.first.weight) + F.linear(y, stage.first.weight + stage.raw)
+
+
 def _three_uses(stage: Branching, x: Tensor, order: tuple[int, ...]) -> Tensor:
     """The same graph for every order, but autograd adds the three gradients in another order."""
     made = {}
@@ -64,6 +79,8 @@ PATHS: list[Callable[[Branching, Tensor], Tensor]] = [
     lambda stage, x: _scaled(stage, x, alpha=2),
     lambda stage, x: _scaled(stage, x, alpha=1),
     _hooked,
+    lambda stage, x: _joined(stage, x, stage.raw),
+    lambda stage, x: _joined(stage, x, stage.first.weight),
     lambda stage, x: _three_uses(stage, x, (0, 1, 2)),
     lambda stage, x: _three_uses(stage, x, (2, 0, 1)),
     lambda stage, x: _three_uses(stage, x, (1, 2, 0)),
@@ -236,9 +253,9 @@ def test_pattern_depends_on_the_path_but_not_on_the_data() -> None:
     patterns = [_pattern_of(stage, path, rows=3) for path in range(len(PATHS))]
     assert patterns == [_pattern_of(stage, path, rows=5) for path in range(len(PATHS))]
     # The order of three uses is not a matter of pattern, nor is the scale of a product.
-    assert patterns[8] == patterns[9] == patterns[10]
+    assert patterns[10] == patterns[11] == patterns[12]
     assert patterns[5] == patterns[6]
-    different = [*patterns[:6], patterns[8], patterns[12]]
+    different = [*patterns[:6], *patterns[8:11], patterns[14]]
     assert all(first != second for i, first in enumerate(different) for second in different[:i])
 
 
@@ -253,6 +270,29 @@ def test_pattern_tells_which_leaves_are_weights_and_inputs() -> None:
     assert out.grad_fn is not None
     assert whole != read_graph([out], [x], [out.grad_fn], weights)[1]
     assert whole == read_graph([out], [x], [], weights)[1]
+
+
+@pytest.mark.parametrize("joined", [(7, 8), (8, 7)])
+def test_one_weight_that_cannot_wait_makes_all_that_join_it_urgent(joined: tuple[int, int]) -> None:
+    """The last of three users joins two clusters, of which one has a user of unknown kind."""
+
+    def node(kind: int, *edges: int) -> tuple[int, ...]:
+        return kind + PER_EDGE * len(edges), *edges
+
+    nodes = [
+        node(OTHER, 1, 2, 3),
+        node(OTHER, 4, 8),  # A multiplication by weight 1.
+        node(PRODUCT, 4, 5),
+        node(PRODUCT, 4, 6),
+        (LEAF, INPUT),
+        node(OTHER, 7, 9),
+        node(OTHER, *joined),
+        (LEAF, 0),
+        (LEAF, 1),
+        (LEAF, 2),
+    ]
+    found = harvest(Pattern((0,), tuple(chain.from_iterable(nodes)), ()))
+    assert ((), {0, 1, 2}) == (found.clusters, set(found.urgent))
 
 
 def test_second_microbatch_uses_the_plan_of_the_first() -> None:

@@ -159,7 +159,7 @@ HARVESTING_MUTANTS = [
         "group.may_wait &= is_passed and graph.kinds[place] == PRODUCT",
         "group.may_wait &= graph.kinds[place] == PRODUCT",
     ),
-    ("backward/harvesting.py", "        self.may_wait &= other.may_wait\n", ""),
+    ("backward/harvesting.py", "        self.may_wait &= other.may_wait\n", "", CHANGING),
     ("backward/harvesting.py", "self.users += other.users", "self.users = other.users"),
     ("backward/harvesting.py", "        self.tails += other.tails\n", ""),
     (
