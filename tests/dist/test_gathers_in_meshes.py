@@ -142,7 +142,7 @@ def test_bytes_of_gathered_parameters_are_those_of_the_simulation(
         for action, change in zip(
             schedule.orders[rank], changes_along(schedule, rank, footprint), strict=True
         ):
-            held += change.allocated - change.freed
+            held += change.net
             expected += [(part, held) for part in compute_parts(action)]
             if isinstance(action, SHARDING_TYPES):
                 expected.append((action, held))
