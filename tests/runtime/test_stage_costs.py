@@ -174,6 +174,7 @@ def test_memory_that_actions_need_while_they_run_is_measured() -> None:
         assert 20_000 <= costs.during_backward[stage] < 21_000
     # The first stage has no input gradient to compute: its whole backward is in W.
     assert costs.during_input[0] < 1000
+    # Bytes: the output gradient arrives with B, but before W.
     assert costs.during_weight[0] == pytest.approx(costs.during_backward[0], abs=ROW_BYTES)
     assert weight <= costs.during_weight[1] < 1000 < 20_000 < costs.during_input[1]
 
@@ -191,6 +192,7 @@ def test_memory_of_a_recomputed_block_counts_in_the_backward() -> None:
     recomputed = 7 * ROW_BYTES
     for stage in range(2):
         assert costs.after_forward[stage] < recomputed <= costs.during_backward[stage]
+    # Bytes: the output gradient arrives with B, but before W.
     assert costs.during_weight[0] == pytest.approx(costs.during_backward[0], abs=ROW_BYTES)
     assert recomputed <= costs.during_input[1] <= costs.after_input[1] + 4 * ROW_BYTES
 
