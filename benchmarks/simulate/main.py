@@ -22,6 +22,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import one_rank
 from rich.console import Console
@@ -291,6 +292,20 @@ def torch_table(rows: list[dict]) -> Table:
     return table
 
 
+def save(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write the figures and their environment to a file, if one was asked for."""
+    if path is None:
+        return
+    record = {
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "date": datetime.now(UTC).date().isoformat(),
+        **figures,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each size (default 7)")
@@ -302,7 +317,9 @@ def main() -> None:
         run_million()
         return
     if args.one_rank:
-        Console(width=110).print(one_rank_table(measure_one_rank()))
+        parts = measure_one_rank()
+        Console(width=110).print(one_rank_table(parts))
+        save(args.save, {"one_rank": parts})
         return
     million = measure_million()
     growths = measure_growth(args.rounds)
@@ -321,19 +338,16 @@ def main() -> None:
     )
     console.print(torch_table(against_torch))
     console.print(one_rank_table(parts))
-    if args.save:
-        record = {
-            "torch": version("torch"),
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "date": datetime.now(UTC).date().isoformat(),
+    save(
+        args.save,
+        {
             "rounds": args.rounds,
             "growth": growths,
             "million": million,
             "against_torch": against_torch,
             "one_rank": parts,
-        }
-        args.save.write_text(json.dumps(record, indent=1) + "\n")
+        },
+    )
     for excess in find_excesses(growths, million, parts):
         console.print(f"[red]over the limit: {excess}[/red]")
 

@@ -55,7 +55,7 @@ class Size:
 
 
 SIZES = {
-    64: Size(64, 1, 16, rounds=100, goal=1.10, tells_host_time=True),
+    64: Size(64, 1, 16, rounds=100, goal=1.50, tells_host_time=True),
     256: Size(256, 2, 64, rounds=20, goal=1.05),
     384: Size(384, 2, 64, rounds=12, goal=1.05),
 }
