@@ -48,6 +48,7 @@ bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/sharded_stages/main.py
 	$(BIN)/python benchmarks/compiled_stages/main.py
 	$(BIN)/python benchmarks/host_time/main.py time
+	$(BIN)/python benchmarks/first_step/main.py
 	$(BIN)/python benchmarks/memory/main.py
 	@scripts/browser
 	$(BIN)/python benchmarks/studio/main.py

@@ -16,17 +16,19 @@ from penstock.comm.abstract_comm import as_bytes
 
 # A wake-up takes about 10 microseconds, and copying 64 KiB about as long at 6 GB/s.
 SMALL_BYTES = 64 * 1024
+# As torch aligns its own tensors: products of others may round differently.
+_ALIGNMENT = 64
 
 
 class _Part(NamedTuple):
-    """A tensor of a message: its number there, its shape and dtype, and its place in a buffer."""
+    """A tensor of a message: its number there, its shape and dtype, and its bytes in a buffer."""
 
     number: int
     shape: torch.Size
     dtype: torch.dtype
     strides: tuple[int, ...]
     start: int
-    """Where it begins, in elements of its own."""
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +45,23 @@ class Packing:
         packed: list[_Part] = []
         others: list[_Part] = []
         end = 0
-        # The largest elements first: each tensor then begins at a multiple of its element's size.
-        for number in sorted(range(len(kinds)), key=lambda number: -kinds[number][1].itemsize):
-            shape, dtype = kinds[number]
+        for number, (shape, dtype) in enumerate(kinds):
             strides = torch.empty(size=shape, device="meta").stride()
             num_bytes = shape.numel() * dtype.itemsize
-            is_small = num_bytes <= SMALL_BYTES
-            part = _Part(number, shape, dtype, strides, end // dtype.itemsize if is_small else 0)
-            (packed if is_small else others).append(part)
-            end += num_bytes if is_small else 0
+            if num_bytes <= SMALL_BYTES:
+                start = -(-end // _ALIGNMENT) * _ALIGNMENT
+                end = start + num_bytes
+                packed.append(_Part(number, shape, dtype, strides, start, end))
+            else:
+                others.append(_Part(number, shape, dtype, strides, 0, num_bytes))
         return cls(tuple(packed), tuple(others), end) if len(packed) > 1 else None
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return what to send for the tensors of a message: a buffer, then the others."""
-        buffer = torch.cat([as_bytes(tensors[part.number]) for part in self.packed])
+        first = tensors[self.packed[0].number]
+        buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=first.device)
+        for part in self.packed:
+            buffer[part.start : part.end] = as_bytes(tensors[part.number])
         return [buffer, *(tensors[part.number] for part in self.others)]
 
     def empties(self, device: torch.device) -> list[Tensor]:
@@ -72,6 +77,7 @@ class Packing:
         for part in self.packed:
             # Not a view: that would share the count of its changes in place with the others.
             tensor = torch.empty(0, dtype=part.dtype, device=buffer.device)
-            tensor.set_(buffer.untyped_storage(), part.start, part.shape, part.strides)
+            start = part.start // part.dtype.itemsize
+            tensor.set_(buffer.untyped_storage(), start, part.shape, part.strides)
             whole[part.number] = tensor
         return [whole[number] for number in range(len(whole))]
