@@ -9,8 +9,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from penstock import Placement, Schedule, schedules
 from penstock.errors import ScheduleError
-from penstock.ir import BackwardWeight, Overlap, ReduceGrads, Reshard, Unshard
-from penstock.ir.action import SHARDING_TYPES, is_compute
+from penstock.ir import Backward, BackwardWeight, Overlap, ReduceGrads, Reshard, Unshard
+from penstock.ir.action import SHARDING_TYPES, compute_parts, is_compute
 from penstock.ir.csv_text import parse_cell
 from penstock.passes import add_comms
 from penstock.schedules import REGISTRY, Generator, Shape
@@ -150,6 +150,30 @@ def test_torchs_schedule_is_read_and_verified_here(name: str) -> None:
         schedule.verify()
         assert shape.m == schedule.num_microbatches
         assert schedules.get(name).placement(shape) == schedule.placement
+
+
+def weight_backwards(schedule: Schedule, stage: int) -> list[int]:
+    """The microbatches whose weight gradients a stage adds, in order."""
+    (order,) = (order for order in schedule.orders if any(_adds(a, stage) for a in order))
+    return [part.mb for action in order for part in _adds(action, stage)]
+
+
+def _adds(action: Any, stage: int) -> list[Any]:
+    kinds = Backward | BackwardWeight
+    parts = compute_parts(action)
+    return [part for part in parts if isinstance(part, kinds) and part.stage == stage]
+
+
+@pytest.mark.parametrize("name", sorted(TORCH.keys() - {"LoopedBFS"}))
+def test_gradients_are_summed_in_torchs_order(name: str) -> None:
+    """So that a program that moves from torch gets the same bits.
+
+    torch's LoopedBFS begins with the last microbatch; ours sums as a loop over microbatches does.
+    """
+    for shape, orders in from_torch(name):
+        torchs, ours = Schedule.from_csv(to_text(orders)), make(schedules.get(name), shape)
+        for stage in range(ours.num_stages):
+            assert weight_backwards(torchs, stage) == weight_backwards(ours, stage)
 
 
 def lower_as_torch(orders: TorchOrders, placement: Placement, num_microbatches: int) -> TorchOrders:
