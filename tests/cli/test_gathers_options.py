@@ -20,6 +20,7 @@ POLICIES = [
     Gathers.per_need(ahead=0),
     Gathers.at_most(1),
     Gathers.at_most(2, ahead=2),
+    Gathers.at_most(2, stages_ahead=2),
     Gathers(most=2, frees_between=True),
 ]
 
@@ -52,6 +53,7 @@ def test_only_how_early_stages_are_gathered_may_be_given() -> None:
     [
         *("", "twice", "at-most", "most:2", "at-most:0", "at-most:x", "ahead:-1"),
         *("once,once", "once,per-need", "once,at-most:2", "ahead:1,ahead:2", "auto,ahead:2"),
+        *("ahead:1,stages-ahead:1", "stages-ahead:x"),
     ],
 )
 def test_policy_that_is_not_one_is_refused(text: str) -> None:

@@ -87,6 +87,26 @@ PLACED = {
         THREE_STAGES,
         "0U 1U 0F0 0R 2U 1F0 2F0 2B0 2R 0U 2G 1B0 1R 1G 0B0 0R 0G",
     ),
+    "at most 2, of which the next one is gathered early": (
+        Gathers.at_most(2, stages_ahead=2),
+        THREE_STAGES,
+        "0U 1U 0F0 0R 2U 1F0 2F0 2B0 2R 0U 2G 1B0 1R 1G 0B0 0R 0G",
+    ),
+    "at most 2, of which none is gathered early": (
+        Gathers.at_most(2, stages_ahead=1),
+        THREE_STAGES,
+        "0U 0F0 1U 1F0 0R 2U 2F0 2B0 2R 2G 1B0 1R 0U 1G 0B0 0R 0G",
+    ),
+    "two stages early, however many actions before": (
+        Gathers.at_most(2, stages_ahead=2),
+        TWO_STAGES,
+        "0U 1U 0F0 0F1 1F0 1F1 1I0 1I1 1R 0I0 0I1 1W0 1W1 1G 0W0 0W1 0R 0G",
+    ),
+    "per need, but the next stage early": (
+        Gathers(frees_between=True, stages_ahead=2),
+        THREE_STAGES,
+        "0U 1U 0F0 0R 2U 1F0 2F0 2B0 2R 0U 2G 1B0 1R 1G 0B0 0R 0G",
+    ),
     "more than there are": (
         Gathers.at_most(7),
         THREE_STAGES,
@@ -136,10 +156,28 @@ def test_only_given_stages_are_gathered() -> None:
     assert not add_gathers(Schedule.from_csv(THREE_STAGES), Gathers.once(), []).has_sharding
 
 
+def test_each_rank_can_have_a_policy() -> None:
+    schedule = Schedule.from_csv("0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n")
+    placed = add_gathers(schedule, [Gathers.at_most(1), Gathers.once(ahead=9)])
+    expected = [
+        add_gathers(schedule, policy) for policy in (Gathers.at_most(1), Gathers.once(ahead=9))
+    ]
+    assert [expected[rank].orders[rank] for rank in range(2)] == list(placed.orders)
+    with pytest.raises(ScheduleError, match="or one for each of the 2 ranks"):
+        add_gathers(schedule, [Gathers.once()])
+
+
+@pytest.mark.parametrize("stages_ahead", [-1, 3, 1.0])
+def test_number_of_stages_ahead_is_checked(stages_ahead: int) -> None:
+    with pytest.raises(ScheduleError, match=r"stages_ahead is .* at most as many as may be"):
+        Gathers.at_most(2, stages_ahead=stages_ahead)
+
+
 POLICIES = [
     *(Gathers.once(ahead=ahead) for ahead in (0, 1, 3)),
     *(Gathers.per_need(ahead=ahead) for ahead in (0, 1, 3)),
     *(Gathers.at_most(most, ahead=ahead) for most in (2, 3) for ahead in (0, 1, 3)),
+    *(Gathers.at_most(3, stages_ahead=count) for count in (1, 2, 3)),
 ]
 
 
@@ -176,6 +214,10 @@ def test_any_schedule_has_what_it_needs_gathered_and_no_more_than_allowed(
         reduced = [action.stage for action in order if isinstance(action, ReduceGrads)]
         assert sorted(last) == sorted(reduced)
         assert all(place < order.index(ReduceGrads(stage)) for stage, place in last.items())
+        if policy.stages_ahead:
+            for place, action in enumerate(order):
+                if isinstance(action, Unshard):
+                    assert action.stage in next_stages(order[place:], policy.stages_ahead)
     gathers = Counter(action for action in actions(placed) if isinstance(action, Unshard))
     if policy.most == inf and not policy.frees_between:
         assert {1} == set(gathers.values())
@@ -189,6 +231,15 @@ def test_it_does_not_matter_whether_messages_are_added_before_or_after(
 ) -> None:
     for add in (add_sends, add_comms):
         assert add(add_gathers(schedule, policy)) == add_gathers(add(schedule), policy)
+
+
+def next_stages(order: tuple[Action, ...], count: int) -> set[int]:
+    """The next `count` stages that an order needs; an overlap may add one more."""
+    found: set[int] = set()
+    for action in order:
+        if len(found) < count:
+            found |= needed_by(action)
+    return found
 
 
 def actions(schedule: Schedule) -> Iterable[Action]:

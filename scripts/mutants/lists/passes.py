@@ -183,7 +183,9 @@ MUTANTS = [
         "if uses.following(victim, now) <= now:",
         GATHERS,
     ),
-    ("passes/gathering.py", "last = now + policy.ahead if", "last = now if", GATHERS),
+    ("passes/gathering.py", "return now + policy.ahead", "return now", GATHERS),
+    ("passes/gathering.py", "following[: policy.stages_ahead]", "following[:1]", GATHERS),
+    ("passes/gathering.py", "last if policy.frees_between else inf", "inf", GATHERS),
     ("passes/sharding_rules.py", "elif position < last[action.stage]:", "elif False:", SHARDING),
     (
         "passes/sharding_rules.py",

@@ -26,20 +26,22 @@ def read_gathers(text: str | None) -> GatherChoice | None:
     is_known = (
         len(words) + len(numbers) == len(parts)
         and words in ([], ["once"], ["per-need"])
-        and numbers.keys() <= {"at-most", "ahead"}
+        and numbers.keys() <= {"at-most", "ahead", "stages-ahead"}
         and not (words == ["once"] and "at-most" in numbers)
         and all(number.isdecimal() for number in numbers.values())
         and int(numbers.get("at-most", 1)) > 0
+        and not {"ahead", "stages-ahead"} <= numbers.keys()
     )
     if not is_known:
         raise OptionError(
             f"--gathers is {text!r}. Expected once, per-need or at-most:K, with or without ahead:N "
-            "after a comma, such as at-most:2,ahead:0; or auto, or none."
+            "or stages-ahead:N after a comma, such as at-most:2,ahead:0; or auto, or none."
         )
     return Gathers(
         most=int(numbers["at-most"]) if "at-most" in numbers else inf,
         frees_between=words == ["per-need"],
         ahead=int(numbers.get("ahead", 1)),
+        stages_ahead=int(numbers.get("stages-ahead", 0)),
     )
 
 

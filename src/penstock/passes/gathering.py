@@ -7,7 +7,7 @@ rank waits for a reduction.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -48,6 +48,9 @@ class Gathers:
     """True if a stage is also freed where it is needed again later."""
     ahead: int = 1
     """How many compute actions before it is needed a stage is gathered, so that none waits."""
+    stages_ahead: int = 0
+    """If not 0, used in place of `ahead`: the number of stages that are gathered early, which are
+    the next different ones that compute actions need, however many actions before."""
 
     def __post_init__(self) -> None:
         is_whole = isinstance(self.most, int) and not isinstance(self.most, bool)
@@ -59,6 +62,11 @@ class Gathers:
         if not isinstance(self.ahead, int) or self.ahead < 0:
             raise ScheduleError(
                 f"ahead is {self.ahead!r}. Expected a whole number of compute actions, at least 0."
+            )
+        if not isinstance(self.stages_ahead, int) or not 0 <= self.stages_ahead <= self.most:
+            raise ScheduleError(
+                f"stages_ahead is {self.stages_ahead!r}. Expected a whole number of stages, at "
+                f"least 0, and at most as many as may be gathered: {self.most}."
             )
 
     @classmethod
@@ -76,39 +84,40 @@ class Gathers:
         return cls(frees_between=True, ahead=ahead)
 
     @classmethod
-    def at_most(cls, most: int, *, ahead: int = 1) -> "Gathers":
+    def at_most(cls, most: int, *, ahead: int = 1, stages_ahead: int = 0) -> "Gathers":
         """Return the policy by which a rank has at most `most` stages gathered.
 
         When it needs another, it frees the one that it will need last. No order of frees takes
         fewer gathers.
         """
-        return cls(most=most, ahead=ahead)
+        return cls(most=most, ahead=ahead, stages_ahead=stages_ahead)
 
     def __str__(self) -> str:
         parts = {
             "per-need": self.frees_between,
             f"at-most:{self.most}": self.most < inf,
             "once": not self.frees_between and self.most == inf,
-            f"ahead:{self.ahead}": self.ahead != 1,
+            f"ahead:{self.ahead}": self.ahead != 1 and not self.stages_ahead,
+            f"stages-ahead:{self.stages_ahead}": self.stages_ahead > 0,
         }
         return ",".join(part for part, is_meant in parts.items() if is_meant)
 
 
 def add_gathers(
-    schedule: Schedule, policy: Gathers, stages: Iterable[StageId] | None = None
+    schedule: Schedule,
+    policy: Gathers | Sequence[Gathers],
+    stages: Iterable[StageId] | None = None,
 ) -> Schedule:
     """Return the schedule with the gathers, frees and reductions of `stages`, or of all stages.
 
+    `policy` is for all ranks, or a sequence with one for each.
     Gradients are reduced after a stage's last weight backward. Other actions stay in their order.
 
     >>> schedule = Schedule.from_csv("0F0,0F1,0I0,0W0,0I1,0W1\\n")
     >>> print(add_gathers(schedule, Gathers.once()).to_csv(), end="")
     0UNSHARD,0F0,0F1,0I0,0W0,0I1,0W1,0RESHARD,0REDUCE_GRAD
     """
-    if not isinstance(policy, Gathers):
-        raise ScheduleError(
-            f"policy is {policy!r}. Expected a penstock.passes.Gathers, such as Gathers.once()."
-        )
+    policies = _policies(policy, schedule.num_ranks)
     if schedule.has_sharding:
         raise ScheduleError(
             "The schedule already has gathers, frees or reductions. "
@@ -117,7 +126,7 @@ def add_gathers(
     verify(schedule)
     sharded = _checked(stages, schedule.num_stages)
     return schedule.with_orders(
-        list(_with_gathers(order, _plan(order, policy, sharded, rank)))
+        list(_with_gathers(order, _plan(order, policies[rank], sharded, rank)))
         for rank, order in enumerate(schedule.orders)
     )
 
@@ -128,6 +137,18 @@ def remove_gathers(schedule: Schedule) -> Schedule:
         [action for action in order if not isinstance(action, SHARDING_TYPES)]
         for order in schedule.orders
     )
+
+
+def _policies(policy: Gathers | Sequence[Gathers], num_ranks: int) -> list[Gathers]:
+    """Return the policy of each rank."""
+    given = [policy] * num_ranks if isinstance(policy, Gathers) else policy
+    are_known = isinstance(given, Sequence) and all(isinstance(one, Gathers) for one in given)
+    if not are_known or len(given) != num_ranks:
+        raise ScheduleError(
+            f"policy is {policy!r}. Expected a penstock.passes.Gathers, such as Gathers.once(), or "
+            f"one for each of the {num_ranks} ranks."
+        )
+    return list(given)
 
 
 def _checked(stages: Iterable[StageId] | None, num_stages: int) -> frozenset[StageId]:
@@ -168,8 +189,9 @@ def _plan(
     plan: list[list[Sharding]] = []
     for now in range(len(computes) + 1):
         before = list(gathered)
-        _free(gathered, uses, now, policy)
-        for place in range(now, min(now + policy.ahead + 1, len(computes))):
+        last = uses.last_seen(now, policy)
+        _free(gathered, uses, now, last if policy.frees_between else inf)
+        for place in range(now, min(last + 1, len(computes))):
             if len(needs[place]) > policy.most:
                 raise ScheduleError(
                     f"The policy is {policy}, but {computes[place]} on rank {rank} needs "
@@ -196,6 +218,14 @@ class _Uses:
             for stage in stages:
                 self._places.setdefault(stage, []).append(place)
 
+    def last_seen(self, now: int, policy: Gathers) -> int:
+        """Return the last place whose stages the policy gathers before the action at `now`."""
+        if not policy.stages_ahead:
+            return now + policy.ahead
+        following = sorted(self.following(stage, now) for stage in self._places)
+        seen = [int(use) for use in following[: policy.stages_ahead] if use < inf]
+        return seen[-1] if seen else now
+
     def following(self, stage: StageId, place: int) -> float:
         """Return the first use of `stage` at `place` or later; infinite if there is none."""
         places = self._places[stage]
@@ -203,9 +233,8 @@ class _Uses:
         return places[index] if index < len(places) else inf
 
 
-def _free(gathered: list[StageId], uses: _Uses, now: int, policy: Gathers) -> None:
-    """Free the stages that are not needed any more, or not soon, depending on the policy."""
-    last = now + policy.ahead if policy.frees_between else inf
+def _free(gathered: list[StageId], uses: _Uses, now: int, last: float) -> None:
+    """Free the stages that are not needed any more, or not until the place `last`."""
     gathered[:] = [
         stage for stage in gathered if (use := uses.following(stage, now)) < inf and use <= last
     ]
