@@ -196,6 +196,19 @@ def test_convert_writes_what_torch_reads(csv: Path) -> None:
     )
 
 
+def test_convert_writes_waits_for_the_torch_that_needs_them() -> None:
+    args = ("convert", "ZB-V", "--comms", "--gathers", "once")
+    schedule = Schedule.from_csv(run(*args).out)
+    assert (
+        schedule.to_csv() == run(*args, "--torch", "2.13").out == run(*args, "--torch", "2.14").out
+    )
+    out = run(*args, "--torch", "2.15").out
+    assert schedule.to_csv(has_waits=True) == out
+    assert schedule == Schedule.from_csv(out)
+    started = sum("SEND" in cell or "REDUCE" in cell for cell in out.replace("\n", ",").split(","))
+    assert started == 2 * out.count("WAIT")
+
+
 def test_convert_keeps_what_it_is_not_asked_to_change(csv: Path) -> None:
     assert csv.read_text() == run_process("convert", csv).out
     with_comms = add_comms(make("ZB-H1")).to_csv()

@@ -97,7 +97,6 @@ def test_placement_and_number_of_microbatches_follow_from_the_cells(
         '"0F0",0B0\n1F0,"1I0",1W0\n',
         "\ufeff0F0,0B0\n1F0,1I0,1W0\n",
         "00F0,0B000\n01F0,1I0,1W0\n",
-        "0F0,0WAIT_SEND_F0,0B0\n1F0,1I0,1WAIT_SEND_B0,1W0,1WAIT_REDUCE_GRAD\n",
     ],
     ids=[
         "no last newline",
@@ -109,11 +108,50 @@ def test_placement_and_number_of_microbatches_follow_from_the_cells(
         "quotes",
         "byte order mark",
         "leading zeros",
-        "waits of torch 2.15",
     ],
 )
 def test_same_orders_are_read_whatever_the_writer_did(text: str) -> None:
     assert PLAIN == Schedule.from_csv(text)
+
+
+WITH_COMMS = (
+    "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0I0,0RECV_B1,(2F0;0B1)OVERLAP_F_B,0W0,0REDUCE_GRAD\n"
+    "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"
+)
+WITH_WAITS = (
+    "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0I0,0WAIT_SEND_F0,0RECV_B1,(2F0;0B1)OVERLAP_F_B,"
+    "0WAIT_SEND_F1,0W0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n"
+    "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1,1WAIT_SEND_B0,1WAIT_SEND_B1\n"
+)
+
+
+def test_waits_of_torch_are_written_if_asked_for_and_dropped_on_reading() -> None:
+    schedule = Schedule.from_csv(WITH_COMMS)
+    assert WITH_COMMS == schedule.to_csv()
+    assert WITH_WAITS == schedule.to_csv(has_waits=True)
+    assert schedule == Schedule.from_csv(WITH_WAITS)
+
+
+@pytest.mark.parametrize(
+    ("line", "cell", "wait", "awaited"),
+    [
+        ("0F0,0WAIT_SEND_F0,0SEND_F0,0B0", 2, "0WAIT_SEND_F0", "0SEND_F0"),
+        ("0F0,0SEND_F0,0WAIT_SEND_F0,0WAIT_SEND_F0,0B0", 4, "0WAIT_SEND_F0", "0SEND_F0"),
+        ("0F0,0SEND_F0,0WAIT_SEND_F1,0B0", 3, "0WAIT_SEND_F1", "0SEND_F1"),
+        ("0F0,0SEND_F0,0B0,0WAIT_REDUCE_GRAD", 4, "0WAIT_REDUCE_GRAD", "0REDUCE_GRAD"),
+    ],
+)
+def test_wait_for_what_was_not_started_is_rejected(
+    line: str, cell: int, wait: str, awaited: str
+) -> None:
+    expected = f"line 1, cell {cell}: {wait} waits for {awaited}, which is not on the line before"
+    assert error_of(f"{line}\n1F0,1B0\n").startswith(expected)
+
+
+def test_wait_for_a_message_that_skips_stages_cannot_be_written() -> None:
+    schedule = Schedule.from_csv("0F0,0SEND_F0>2\n1F0\n2RECV_F0<0,2F0\n")
+    with pytest.raises(ScheduleError, match="0SEND_F0>2 skips stages, for which torch has no cell"):
+        schedule.to_csv(has_waits=True)
 
 
 def test_spaces_in_an_overlap_do_not_matter() -> None:

@@ -1,6 +1,6 @@
 """`penstock convert`: write a schedule as CSV, with or without sends and receives."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -31,6 +31,14 @@ def convert(
         ),
     ] = None,
     gathers: GathersText = None,
+    torch: Annotated[
+        Literal["2.13", "2.14", "2.15"],
+        typer.Option(
+            "--torch",
+            help="Version of torch to write for: 2.15 needs cells that wait for sends and "
+            "reductions, which others do not know.",
+        ),
+    ] = "2.13",
 ) -> None:
     """Write a schedule as CSV, the format that PyTorch reads.
 
@@ -39,13 +47,14 @@ def convert(
     \b
     penstock convert ZB-V -p 4 -m 8 -o zb_v.csv
     penstock convert zb_v.csv --comms -o for_torch.csv
+    penstock convert zb_v.csv --comms --torch 2.15 -o for_torch.csv
     penstock convert 1F1B --split | penstock simulate -
     penstock convert ZB-V --gathers per-need -o sharded.csv
     """
     check_output(output, inputs=[name])
     [given] = read_schedules([name], ShapeOptions(ranks, microbatches, stages_per_rank))
     schedule = place_gathers(_convert(given.schedule, comms=comms, split=split), gathers)
-    write_text(output, schedule.to_csv())
+    write_text(output, schedule.to_csv(has_waits=torch == "2.15"))
     if output not in (None, PIPE):
         print(f"wrote {output}: {describe_shape(schedule)}")
 

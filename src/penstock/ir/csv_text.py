@@ -5,7 +5,8 @@
 
 An empty cell is an idle slot; it says nothing about the order and is dropped.
 So are the cells by which torch 2.15 waits for what it has started, such as 0WAIT_REDUCE_GRAD or
-0WAIT_SEND_F1: our runtime knows itself when to wait.
+0WAIT_SEND_F1, which must follow it: our runtime knows itself when to wait. `format_csv` writes them
+if asked to, since torch 2.15 does not load sends and reductions without them.
 A message that skips stages also names its other end; torch has no cell for this. 0SEND_F1>3 goes
 from stage 0 to stage 3, where it is 3RECV_F1<0.
 """
@@ -32,6 +33,7 @@ from penstock.ir.action import (
     Sharding,
     SingleCompute,
     Unshard,
+    compute_parts,
     parts,
 )
 from penstock.ir.message import Message, MicrobatchId, StageId
@@ -54,7 +56,7 @@ _COMMS: Final[dict[str, int]] = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_
 _SINGLE = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{1,9})([<>][0-9]{1,9})?")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _SHARDING = re.compile(r"([0-9]{1,9})(UNSHARD|RESHARD|REDUCE_GRAD)")
-_WAIT = re.compile(r"[0-9]{1,9}WAIT_(REDUCE_GRAD|SEND_[FB][0-9]{1,9})")
+_WAIT = re.compile(r"([0-9]{1,9})WAIT_(REDUCE_GRAD|SEND_[FB][0-9]{1,9})")
 
 _EXPECTED = (
     "Expected a cell like 0F1 (stage, kind, microbatch), where kind is one of "
@@ -106,9 +108,13 @@ def parse_csv(text: str) -> ParsedText:
     )
 
 
-def format_csv(orders: Iterable[Iterable[Action]]) -> str:
-    """Return the orders in the format above, one line for each rank, each ending with a newline."""
-    return "".join(",".join(map(str, order)) + "\n" for order in orders)
+def format_csv(orders: Iterable[Iterable[Action]], *, has_waits: bool = False) -> str:
+    """Return the orders in the format above, one line for each rank, each ending with a newline.
+
+    With `has_waits`, there is a wait for each send and each reduction, as torch 2.15 needs them.
+    """
+    lines = (_with_waits(order) if has_waits else map(str, order) for order in orders)
+    return "".join(",".join(line) + "\n" for line in lines)
 
 
 def parse_cell(cell: str) -> Action | None:
@@ -161,15 +167,64 @@ def _read_rows(text: str) -> list[list[str]]:
 
 
 def _read_line(row: list[str], line: int) -> Iterator[Cell]:
+    started: set[Action] = set()
+    """The sends and reductions that have not been waited for."""
     for number, raw in enumerate(row, start=1):
         cell = _unquote(raw.strip())
-        if not cell or _WAIT.fullmatch(cell):
+        if not cell:
+            continue
+        if wait := _WAIT.fullmatch(cell):
+            awaited = parse_cell(wait[1] + wait[2])
+            if awaited not in started:
+                raise _error(
+                    line,
+                    number,
+                    f"{cell} waits for {awaited}, which is not on the line before it, or was "
+                    "already waited for.",
+                    "A wait comes once, after its send or reduction: move it there, or remove it.",
+                )
+            started.remove(awaited)
             continue
         action = parse_cell(cell)
         if action is None:
             shown = cell if len(cell) <= 40 else f"{cell[:40]}…"
             raise _error(line, number, f"{shown!r} is not an action.", _EXPECTED)
+        if isinstance(action, Send | ReduceGrads):
+            started.add(action)
         yield Cell(action, line, number)
+
+
+def _with_waits(order: Iterable[Action]) -> Iterator[str]:
+    """Yield the cells of an order, with a wait for each send and each reduction.
+
+    No wait comes before the other rank can have received: an activation is waited for after the
+    backward of its microbatch, which needs a gradient that is computed from it; all other sends at
+    the end of the order. A reduction is waited for at once, as torch has one at a time.
+    """
+    sent: dict[Send, None] = {}
+    for action in order:
+        yield str(action)
+        if isinstance(action, ReduceGrads):
+            yield _wait_for(action)
+        elif isinstance(action, Send):
+            if action.message.skip is not None:
+                raise ScheduleError(
+                    f"{action} skips stages, for which torch has no cell. "
+                    "Leave the waits out: only Penstock can run this schedule."
+                )
+            sent[action] = None
+        for part in compute_parts(action):
+            if isinstance(part, Backward | BackwardInput):
+                received = Send(Message(part.stage, part.stage + 1, part.mb))
+                if received in sent:
+                    del sent[received]
+                    yield _wait_for(received)
+    yield from map(_wait_for, sent)
+
+
+def _wait_for(action: Send | ReduceGrads) -> str:
+    stage = str(action.stage)
+    return f"{stage}WAIT_{str(action).removeprefix(stage)}"
 
 
 def _unquote(cell: str) -> str:

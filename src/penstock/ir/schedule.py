@@ -86,9 +86,13 @@ class Schedule:
         """Return a schedule of the same placement and number of microbatches, in other orders."""
         return Schedule(orders, self.placement, self.num_microbatches)
 
-    def to_csv(self) -> str:
-        """Return PyTorch's text format; if the schedule verifies, `from_csv` gives an equal one."""
-        return format_csv(self.orders)
+    def to_csv(self, *, has_waits: bool = False) -> str:
+        """Return PyTorch's text format; if the schedule verifies, `from_csv` gives an equal one.
+
+        With `has_waits`, there is a cell that waits for each send and each reduction, without which
+        torch 2.15 does not load them; older versions do not know these cells.
+        """
+        return format_csv(self.orders, has_waits=has_waits)
 
     def verify(
         self,
