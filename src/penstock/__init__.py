@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from penstock.comm import LocalGroup as LocalGroup
     from penstock.comm import local_ranks as local_ranks
     from penstock.compat import Pipe as Pipe
+    from penstock.compat import PipelineActivationLiveness as PipelineActivationLiveness
     from penstock.compat import PipelineScheduleMulti as PipelineScheduleMulti
     from penstock.compat import PipelineScheduleSingle as PipelineScheduleSingle
+    from penstock.compat import PipelineStageInfo as PipelineStageInfo
     from penstock.compat import Schedule1F1B as Schedule1F1B
     from penstock.compat import ScheduleAuto as ScheduleAuto
     from penstock.compat import ScheduleDualPipeV as ScheduleDualPipeV
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from penstock.compat import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
     from penstock.compat import SplitPoint as SplitPoint
     from penstock.compat import TensorChunkSpec as TensorChunkSpec
+    from penstock.compat import (
+        analyze_pipeline_activation_liveness as analyze_pipeline_activation_liveness,
+    )
     from penstock.compat import build_stage as build_stage
     from penstock.compat import get_schedule_class as get_schedule_class
     from penstock.compat import merge_chunks as merge_chunks
@@ -104,8 +109,10 @@ _ROOMS = ("backward", "compat", "draw", "errors", "ir", "passes", "schedules")
 # Names of torch.distributed.pipelining: code that changes one import finds them here too.
 _DROP_IN_NAMES = (
     "Pipe",
+    "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
+    "PipelineStageInfo",
     "Schedule1F1B",
     "ScheduleAuto",
     "ScheduleDualPipeV",
@@ -120,6 +127,7 @@ _DROP_IN_NAMES = (
     "ScheduleZBVZeroBubble",
     "SplitPoint",
     "TensorChunkSpec",
+    "analyze_pipeline_activation_liveness",
     "build_stage",
     "get_schedule_class",
     "merge_chunks",

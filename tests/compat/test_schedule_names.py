@@ -369,13 +369,21 @@ def test_step_takes_a_batch_or_microbatches_but_not_both() -> None:
             schedule.step(*batch.args, target_mbs=[batch.target])
         with pytest.raises(TypeError, match="arg_mbs is a tuple"):
             schedule.step(arg_mbs=batch.args)
-        with pytest.raises(StageError, match="finalize_gradients is False, but here each step"):
-            schedule.step(*batch.args, target=batch.target, finalize_gradients=False)
         with pytest.raises(TypeError, match="losses is a tuple"):
             schedule.step(*batch.args, target=batch.target, losses=())
 
     batch = mlp_batch()
     on_ranks(mlp(), compat.ScheduleInterleaved1F1B, main)
+
+
+def test_stages_that_are_not_sharded_are_complete_after_each_step() -> None:
+    """As in torch, where finalize_gradients is about FSDP2 alone."""
+    modules, batch = mlp(), mlp_batch()
+    expected = step_unsplit(modules, batch)
+    main = steps(batch, finalize_gradients=False)
+    results = on_ranks(modules, compat.ScheduleInterleaved1F1B, main)
+    outputs, losses = next(result for result in results if result[1])
+    assert_same(expected, StepRecord(outputs, losses, grads_of(modules)))
 
 
 def test_step_where_gradients_are_disabled_is_a_runtime_error() -> None:

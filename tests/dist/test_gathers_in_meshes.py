@@ -12,7 +12,7 @@ import mesh_training
 from fuzzing import rotated
 from local_steps import mean_square
 from mesh_training import Case, Meshes, make_meshes, make_stages
-from penstock import CostTable, Pipeline, PipelineStage, Schedule, schedules
+from penstock import CostTable, Pipeline, PipelineStage, Schedule, compat, schedules
 from penstock.ir import Action, Backward, BackwardInput, BackwardWeight
 from penstock.ir.action import SHARDING_TYPES, compute_parts
 from penstock.passes import Gathers, add_gathers
@@ -71,6 +71,49 @@ def test_stages_are_gathered_as_often_as_the_schedule_says(
         assert found.num_groups == found.reductions
         # Each stage has two groups. The first stage, whose inputs need no gradient, computes all
         # of its backward in W, and may gather again for it.
+        assert 2 * unshards <= found.gathers <= 2 * unshards + 2
+
+
+def train_with_limits(
+    _: dist.ProcessGroup, name: str, options: dict[str, Any]
+) -> tuple[mesh_training.Found, int]:
+    """With a class of compat, whose arguments say what is gathered when."""
+    placed: list[Schedule] = []
+
+    def make_step(
+        case: Case, modules: list[nn.Sequential], meshes: Meshes
+    ) -> tuple[dict[int, nn.Module], Any]:
+        group = meshes["pp"].get_group()
+        placement = schedules.get(name)(num_ranks=2, num_microbatches=4).placement
+        own = {
+            stage: mesh_training.WRAPPINGS[case.wrapping].wrap(modules[stage], meshes)
+            for stage in placement.stages_of(meshes["pp"].get_local_rank())
+        }
+        stages = [
+            compat.PipelineStage(module, stage, placement.num_stages, "cpu", group=group)
+            for stage, module in own.items()
+        ]
+        kind = compat.get_schedule_class(name)
+        schedule: Any = kind(stages, 4, loss_fn=mean_square, **options)  # type: ignore[arg-type]
+        placed.append(schedule.schedule)
+        return own, schedule.step
+
+    found = mesh_training.run_case(Case("plain", "FSDP2", name), make_step)
+    rank = dist.get_rank() // 2
+    unshards = sum(str(action).endswith("UNSHARD") for action in placed[0].orders[rank])
+    return found, unshards
+
+
+@rotated(
+    name=["Interleaved1F1B", "ZB-V"],
+    options=[{"max_active_stages": 1}, {"unshard_lookahead": (1, 2)}],
+)
+def test_limits_of_torch_s_classes_are_kept(
+    name: str, options: dict[str, Any], fresh_pool: WorkerPool
+) -> None:
+    for found, unshards in fresh_pool.run(4, train_with_limits, name, options):
+        assert found.difference < 1e-12
+        assert found.num_groups == found.reductions
         assert 2 * unshards <= found.gathers <= 2 * unshards + 2
 
 

@@ -45,6 +45,8 @@ class Sharding:
         self._endings: list[tuple[bool, bool]] = []
         self._frees_again = True
         """False in a step that leaves parameters gathered after backwards."""
+        self._is_final = True
+        """False in a step whose gradients are kept for a later one to reduce."""
 
     def __bool__(self) -> bool:
         return bool(self._sharded)
@@ -138,12 +140,17 @@ class Sharding:
         for group in self._groups:
             group.accumulate()
 
-    def reduce(self) -> None:
+    def reduce(self, *, is_final: bool) -> None:
         """Start to reduce the gradients, by one collective for each group, and free parameters.
 
-        Groups that the user has told not to reduce keep their gradients for the next step.
+        Groups that the user has told not to reduce keep their gradients for the next step. So do
+        all of them unless `is_final`.
         """
         self._put_settings_back()
+        self._is_final = is_final
+        if not is_final:
+            for group, settings in self._restore:
+                group.settings = False, settings[1], settings[2]
         for group in reversed(self._groups):
             group.end_backward()
 
@@ -156,7 +163,9 @@ class Sharding:
         if self._restore:
             for state in self._states:
                 finish_sharded_backward(state)
-            self._restore = []
+            if not self._is_final:
+                self._put_settings_back()
+            self._restore, self._is_final = [], True
 
     def abandon(self) -> None:
         """Go back to sharded parameters after a failure, in a step or in a forward alone.

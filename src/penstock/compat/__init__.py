@@ -7,6 +7,7 @@ from penstock.compat.microbatch import (
     split_args_kwargs_into_chunks,
 )
 from penstock.compat.schedules import (
+    PipelineActivationLiveness,
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     Schedule1F1B,
@@ -21,19 +22,22 @@ from penstock.compat.schedules import (
     ScheduleZBH1,
     ScheduleZBH2,
     ScheduleZBVZeroBubble,
+    analyze_pipeline_activation_liveness,
     get_schedule_class,
 )
 from penstock.compat.schedules import (
     _ScheduleForwardOnly as _ScheduleForwardOnly,
 )
-from penstock.compat.stage import PipelineStage, build_stage
+from penstock.compat.stage import PipelineStage, PipelineStageInfo, build_stage
 from penstock.replacing.import_hook import install as install
 
 __all__ = [
     "Pipe",
+    "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",
+    "PipelineStageInfo",
     "Schedule1F1B",
     "ScheduleAuto",
     "ScheduleDualPipeV",
@@ -48,6 +52,7 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "SplitPoint",
     "TensorChunkSpec",
+    "analyze_pipeline_activation_liveness",
     "build_stage",
     "get_schedule_class",
     "merge_chunks",

@@ -28,11 +28,16 @@ class DropInPipeline(Pipeline):
         """Cut arguments and join outputs by these specs from the next step on."""
         self._specs = args, kwargs, outputs
 
-    def keep_graphs(self, wanted: bool) -> None:
-        """Let outputs of steps without a backward keep their graphs, if gradients are enabled."""
-        keeps = wanted and not self._has_backward and torch.is_grad_enabled()
-        if keeps != self._settings.keeps_graphs:
-            self._settings = replace(self._settings, keeps_graphs=keeps)
+    def prepare_step(self, *, has_backward: bool, reduces_grads: bool) -> None:
+        """Set what the next step does besides its schedule.
+
+        If it has no backward although it could, its outputs keep their graphs, if gradients are
+        enabled. Gradients of sharded stages are reduced, or kept for a later step.
+        """
+        keeps = has_backward and not self._has_backward and torch.is_grad_enabled()
+        known = self._settings
+        if (keeps, reduces_grads) != (known.keeps_graphs, known.reduces_grads):
+            self._settings = replace(known, keeps_graphs=keeps, reduces_grads=reduces_grads)
 
     def forget_forms(self) -> None:
         """Learn the shapes and dtypes of messages again in the next step; all ranks must."""

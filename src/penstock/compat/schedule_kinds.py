@@ -2,23 +2,27 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.compat.actions import Order, as_order, format_order, read_order
+from penstock.compat.gather_limits import (
+    DEFAULT_ACTIVE_STAGES,
+    GatherLimits,
+    Lookahead,
+    check_outstanding_sends,
+)
 from penstock.compat.schedule_base import _PipelineSchedule
-from penstock.compat.step_arguments import Options
+from penstock.compat.step_arguments import Options, OwnOptions
 from penstock.errors import ScheduleError, StageError
-from penstock.ir import StageId
-from penstock.microbatches.loss_weights import LossWeight
+from penstock.ir import Schedule, StageId
 from penstock.passes import Gathers, add_comms, add_gathers, remove_comms
-from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.step_settings import LossFn
 from penstock.stage import PipelineStage
+from penstock.torch_private import LOADS_WAITS
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -37,11 +41,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
-        *,
-        loss_weight: LossWeight | None = None,
-        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
-        on_grads_ready: Callable[[PipelineStage], None] | None = None,
-        timeout: float = DEFAULT_TIMEOUT_S,
+        **own: Unpack[OwnOptions],
     ) -> None:
         check_runs_orders(type(self))
         if not hasattr(self, "schedule_name"):
@@ -63,10 +63,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
                 kwargs_chunk_spec,
                 output_merge_spec,
                 scale_grads,
-                loss_weight,
-                replica_group,
-                on_grads_ready,
-                timeout,
+                **own,
             ),
         )
 
@@ -110,11 +107,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         use_full_backward: bool | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
-        *,
-        loss_weight: LossWeight | None = None,
-        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
-        on_grads_ready: Callable[[PipelineStage], None] | None = None,
-        timeout: float = DEFAULT_TIMEOUT_S,
+        **own: Unpack[OwnOptions],
     ) -> None:
         check_runs_orders(type(self))
         if not backward_requires_autograd:
@@ -133,10 +126,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
                 kwargs_chunk_spec,
                 output_merge_spec,
                 scale_grads,
-                loss_weight,
-                replica_group,
-                on_grads_ready,
-                timeout,
+                **own,
             ),
         )
 
@@ -198,26 +188,46 @@ class PipelineScheduleMulti(_PipelineSchedule):
         """Write the order to a file that torch can load too."""
         _check_format(format)
         is_whole = format == "compute_comms"
-        order = self.pipeline_order_with_comms if is_whole else self.pipeline_order
-        Path(filename).write_text(format_order(order))
+        Path(filename).write_text(
+            self._with_comms().to_csv(has_waits=LOADS_WAITS)
+            if is_whole
+            else format_order(self.pipeline_order)
+        )
 
     @property
     def pipeline_order_with_comms(self) -> Order:
         """The order with messages, gathers and reductions; a new dict each time."""
+        return as_order(self._with_comms())
+
+    def _with_comms(self) -> Schedule:
         bare = remove_comms(self.schedule)
         gathered = bare if bare.has_sharding else add_gathers(bare, Gathers.once())
-        return as_order(add_comms(gathered))
+        return add_comms(gathered)
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti):
     """The base of schedules in torch whose orders have messages.
 
-    Here, messages are added to any order. `defer_pp_recv` has no effect: receives are always
-    posted as early as is useful.
+    Here, messages are added to any order. `max_active_stages` limits how many FSDP2 stages a rank
+    has gathered at once, and `unshard_lookahead` how many it gathers early. Three arguments have no
+    effect. `defer_pp_recv`: receives are always posted as early as is useful.
+    `defer_reduce_grad_wait`: reductions are always waited for at the end of the step.
+    `max_outstanding_sends`: a rank never waits for its sends, and the log says so.
     """
 
-    def __init__(self, *args: Any, defer_pp_recv: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        defer_pp_recv: bool = False,
+        max_active_stages: int = DEFAULT_ACTIVE_STAGES,
+        unshard_lookahead: Lookahead = "full",
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._limits = GatherLimits(max_active_stages, unshard_lookahead)
         super().__init__(*args, **kwargs)
+        check_outstanding_sends(max_outstanding_sends, self.pp_group_size)
 
     def _prepare_schedule_with_comms(self, actions: Order, format: Format = "compute_only") -> None:
         """Take the order; with "compute_comms", it has messages."""

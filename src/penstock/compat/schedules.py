@@ -3,11 +3,10 @@
 Each binds a generator to stages; a pipeline of Penstock runs them all.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.compat.actions import (
     BACKWARD_INPUT,
@@ -29,17 +28,20 @@ from penstock.compat.actions import (
     _ComputationType,
 )
 from penstock.compat.custom_functions import _CustomFunctionProtocol, _PipelineContext
+from penstock.compat.gather_limits import DEFAULT_ACTIVE_STAGES, Lookahead
+from penstock.compat.liveness import (
+    PipelineActivationLiveness,
+    analyze_pipeline_activation_liveness,
+)
 from penstock.compat.schedule_base import _PipelineSchedule
 from penstock.compat.schedule_kinds import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     _PipelineScheduleRuntime,
 )
-from penstock.compat.step_arguments import Options
+from penstock.compat.step_arguments import Options, OwnOptions
 from penstock.errors import ScheduleError, StepError
-from penstock.microbatches.loss_weights import LossWeight
 from penstock.runtime.auto.auto_value import Auto
-from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.step_settings import LossFn
 from penstock.schedules import get
 from penstock.stage import PipelineStage
@@ -63,6 +65,7 @@ __all__ = [
     "B",
     "F",
     "I",
+    "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "Schedule1F1B",
@@ -86,6 +89,7 @@ __all__ = [
     "_PipelineScheduleRuntime",
     "_ScheduleForwardOnly",
     "_wait_batch_p2p",
+    "analyze_pipeline_activation_liveness",
     "get_schedule_class",
 ]
 
@@ -106,11 +110,12 @@ class _NamedMulti(_PipelineScheduleRuntime):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = DEFAULT_ACTIVE_STAGES,
+        unshard_lookahead: Lookahead = "full",
         *,
-        loss_weight: LossWeight | None = None,
-        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
-        on_grads_ready: Callable[[PipelineStage], None] | None = None,
-        timeout: float = DEFAULT_TIMEOUT_S,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
+        **own: Unpack[OwnOptions],
     ) -> None:
         super().__init__(
             stages,
@@ -122,10 +127,11 @@ class _NamedMulti(_PipelineScheduleRuntime):
             scale_grads=scale_grads,
             backward_requires_autograd=backward_requires_autograd,
             defer_pp_recv=defer_pp_recv,
-            loss_weight=loss_weight,
-            replica_group=replica_group,
-            on_grads_ready=on_grads_ready,
-            timeout=timeout,
+            max_active_stages=max_active_stages,
+            unshard_lookahead=unshard_lookahead,
+            defer_reduce_grad_wait=defer_reduce_grad_wait,
+            max_outstanding_sends=max_outstanding_sends,
+            **own,
         )
 
 
@@ -194,11 +200,12 @@ class ScheduleLoopedBFS(_NamedMulti):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = DEFAULT_ACTIVE_STAGES,
+        unshard_lookahead: Lookahead = "full",
         *,
-        loss_weight: LossWeight | None = None,
-        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
-        on_grads_ready: Callable[[PipelineStage], None] | None = None,
-        timeout: float = DEFAULT_TIMEOUT_S,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
+        **own: Unpack[OwnOptions],
     ) -> None:
         """Take the arguments in the order of torch, which leaves out the first two specs."""
         super().__init__(
@@ -209,10 +216,11 @@ class ScheduleLoopedBFS(_NamedMulti):
             scale_grads=scale_grads,
             backward_requires_autograd=backward_requires_autograd,
             defer_pp_recv=defer_pp_recv,
-            loss_weight=loss_weight,
-            replica_group=replica_group,
-            on_grads_ready=on_grads_ready,
-            timeout=timeout,
+            max_active_stages=max_active_stages,
+            unshard_lookahead=unshard_lookahead,
+            defer_reduce_grad_wait=defer_reduce_grad_wait,
+            max_outstanding_sends=max_outstanding_sends,
+            **own,
         )
 
 
@@ -260,10 +268,7 @@ class ScheduleAuto(_PipelineSchedule):
         scale_grads: bool = True,
         *,
         auto: Auto | None = None,
-        loss_weight: LossWeight | None = None,
-        replica_group: dist.ProcessGroup | DeviceMesh | None = None,
-        on_grads_ready: Callable[[PipelineStage], None] | None = None,
-        timeout: float = DEFAULT_TIMEOUT_S,
+        **own: Unpack[OwnOptions],
     ) -> None:
         super().__init__(
             list(stages) if isinstance(stages, Sequence) else [stages],
@@ -274,10 +279,7 @@ class ScheduleAuto(_PipelineSchedule):
                 kwargs_chunk_spec,
                 output_merge_spec,
                 scale_grads,
-                loss_weight,
-                replica_group,
-                on_grads_ready,
-                timeout,
+                **own,
             ),
             auto or Auto(),
         )

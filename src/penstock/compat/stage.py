@@ -14,8 +14,9 @@ from penstock.errors import StageError
 from penstock.ir import Action, Backward, BackwardInput, BackwardWeight, Forward, StageId
 from penstock.stage import GroupOrMesh
 from penstock.stage import PipelineStage as _PipelineStageBase
+from penstock.stage.forward_contexts import PipelineStageInfo
 
-__all__ = ["PipelineStage", "build_stage"]
+__all__ = ["PipelineStage", "PipelineStageInfo", "build_stage"]
 
 
 @dataclass(slots=True)

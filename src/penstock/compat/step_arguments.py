@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,9 +14,18 @@ from penstock.runtime.step_settings import LossFn
 from penstock.stage import PipelineStage
 
 
+class OwnOptions(TypedDict, total=False):
+    """The options of schedules that torch's do not have: see `penstock.Pipeline`."""
+
+    loss_weight: LossWeight | None
+    replica_group: dist.ProcessGroup | DeviceMesh | None
+    on_grads_ready: Callable[[PipelineStage], None] | None
+    timeout: float
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a schedule that its pipeline is made with."""
+    """The options of a schedule that its pipeline is made with; the last are its `OwnOptions`."""
 
     loss_fn: LossFn | None
     args_chunk_spec: Any
@@ -38,6 +47,8 @@ class Given(NamedTuple):
     arg_mbs: list[tuple[Any, ...]] | None
     kwarg_mbs: list[dict[str, Any]] | None
     target_mbs: list[Any] | None
+    finalizes: bool = True
+    """False if the gradients of sharded stages are kept for a later step to reduce."""
 
     @property
     def is_cut(self) -> bool:

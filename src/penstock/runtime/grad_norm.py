@@ -220,8 +220,9 @@ def _grads_of(stages: Mapping[StageId, PipelineStage]) -> Iterator[_Grad]:
         if stage.has_unreduced_grads:
             raise GradientError(
                 f"{place} has gradients that are not reduced yet, because of "
-                "set_requires_gradient_sync(False) or set_requires_all_reduce(False), so their "
-                "norm is not known. Clip after a step that reduces them."
+                "finalize_gradients=False, set_requires_gradient_sync(False) or "
+                "set_requires_all_reduce(False), so their norm is not known. Clip after a step "
+                "that reduces them."
             )
         for param_name, weight in stage.submod.named_parameters():
             if id(weight) in seen:

@@ -187,8 +187,9 @@ class Step:
                     self.observer.clock.end(action)
             case ReduceGrads():
                 if stage.is_sharded:  # Otherwise its last backward has completed it.
-                    stage.start_reduction()
-                    self._complete(stage)
+                    stage.start_reduction(is_final=self.settings.reduces_grads)
+                    if self.settings.reduces_grads:
+                        self._complete(stage)
                 self.observer.clock.start(action, stage.endings)
 
     def _run(self, task: Task) -> None:
@@ -227,7 +228,7 @@ class Step:
         if not self.has_backward:
             # Graphs end between stages, so only that of the last one leads to its outputs.
             keeps_graph = self.settings.keeps_graphs and stage.is_last
-            outputs = stage.evaluate(args, kwargs, keeps_graph=keeps_graph)
+            outputs = stage.evaluate(mb, args, kwargs, keeps_graph=keeps_graph)
             self._hand_on(task, stage, mb, outputs)
             return
         outside: list[tuple[Tensor, Tensor]] = []
@@ -237,11 +238,11 @@ class Step:
             kwargs, others = self._outside.cut_off(kwargs)
             outside += others
         if self.observer is UNWATCHED:
-            passage = stage.forward(args, kwargs, is_split=task.is_split)
+            passage = stage.forward(mb, args, kwargs, is_split=task.is_split)
         else:
             self.observer.memory.arrived(task.needs, inputs)
             with self.observer.memory.watching(stage, (args, kwargs)) as note:
-                passage = stage.forward(args, kwargs, is_split=task.is_split)
+                passage = stage.forward(mb, args, kwargs, is_split=task.is_split)
                 note(passage.outputs)
         loss, payloads = self._hand_on(task, stage, mb, passage.outputs)
         self._in_flight[stage.stage_index, mb] = _InFlight(passage, inputs, payloads, outside, loss)

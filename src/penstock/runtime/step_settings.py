@@ -34,6 +34,8 @@ class Settings:
     """True if loss_fn may return several losses, nested in any way, whose sum is trained."""
     keeps_graphs: bool = False
     """True if the outputs of steps without a backward keep their graphs."""
+    reduces_grads: bool = True
+    """False if the gradients of sharded stages are kept for a later step to reduce."""
 
 
 class ActionContext(Protocol):

@@ -3,11 +3,13 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.backward import PendingBackward, SplitEngine
 from penstock.backward.structure import tensors_in
@@ -17,6 +19,7 @@ from penstock.ir import MicrobatchId, StageId
 from penstock.sealed import Sealed
 from penstock.stage.dtensors import Spread
 from penstock.stage.examples import Examples, as_examples, check_like
+from penstock.stage.forward_contexts import ContextFactory, ForwardContexts
 from penstock.stage.meshes import GetMesh, Meshes, fits, meshes_of
 from penstock.stage.outputs import as_arguments, shares_of
 from penstock.stage.passage import (
@@ -120,6 +123,7 @@ class PipelineStage(Sealed):
         self._output_args = as_examples("output_args", output_args, output_grads)
         self.has_examples = self._input_args is not None or self._output_args is not None
         self._meshes = Meshes(get_mesh, [*(self._input_args or ()), *(self._output_args or ())])
+        self._contexts = ForwardContexts(stage_index)
         self._engine: SplitEngine | None = None
         self._outline: list[tuple[Any, ...]] = []
         self._is_compiled = False
@@ -285,19 +289,41 @@ class PipelineStage(Sealed):
         place = f"{self._place}, microbatch {mb}: {what}"
         return spread.whole(part, self._meshes.find(spread, self._submod, place))
 
+    def register_forward_context(self, context_factory: ContextFactory) -> RemovableHandle:
+        """Run each forward of the module inside a context, until the handle is removed.
+
+        `context_factory` is called with a PipelineStageInfo for each of them. Losses, backwards and
+        blocks that a backward computes again are outside. There can be one at a time.
+        """
+        return self._contexts.register(context_factory)
+
     def evaluate(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, keeps_graph: bool = False
+        self,
+        mb: MicrobatchId,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        keeps_graph: bool = False,
     ) -> Any:
         """Run a forward without a backward; with `keeps_graph`, the caller may run one."""
         with torch.set_grad_enabled(keeps_graph):
-            return self.submod(*args, **kwargs)
+            return self._contexts.run(mb, partial(self.submod, *args, **kwargs))
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_split: bool) -> Passage:
+    def forward(
+        self, mb: MicrobatchId, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_split: bool
+    ) -> Passage:
         """Run a forward whose backward follows: in two halves if `is_split`."""
-        if (ddp := self._wrapping.ddp) is not None:
-            with ddp.no_sync():
-                return self._forward(args, kwargs, is_split)
+        if self._contexts or self._wrapping.ddp is not None:
+            return self._contexts.run(mb, partial(self._forward_unsynced, args, kwargs, is_split))
         return self._forward(args, kwargs, is_split)
+
+    def _forward_unsynced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_split: bool
+    ) -> Passage:
+        if (ddp := self._wrapping.ddp) is None:
+            return self._forward(args, kwargs, is_split)
+        with ddp.no_sync():
+            return self._forward(args, kwargs, is_split)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_split: bool) -> Passage:
         if is_split and self.dw_builder is None:
@@ -383,9 +409,12 @@ class PipelineStage(Sealed):
         if self._is_sharded:
             self._wrapping.sharding.accumulate()
 
-    def start_reduction(self) -> None:
-        """Start to reduce the gradients of sharded parameters, once for the whole step."""
-        self._wrapping.sharding.reduce()
+    def start_reduction(self, *, is_final: bool) -> None:
+        """Start to reduce the gradients of sharded parameters, once for the whole step.
+
+        Unless `is_final`, keep them for a later step that reduces them.
+        """
+        self._wrapping.sharding.reduce(is_final=is_final)
 
     def endings(self) -> list[Future[float]]:
         """Return when the gathers or reductions that were just started end, once they have."""

@@ -347,6 +347,10 @@ shape_fused_product: Callable[[Tensor, Sequence[int]], Tensor] = (
     Tensor.view if is_before(2, 15) else unsafe_view
 )
 
+LOADS_WAITS = not is_before(2, 15)
+"""True if `_load_csv` of this torch wants a wait for each send and reduction, which others do not
+know. Public: none, as loading a schedule is private."""
+
 # Both explain why a tensor has no memory to send. Public: none.
 is_functional_tensor = torch._is_functional_tensor
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor

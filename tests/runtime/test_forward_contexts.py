@@ -1,0 +1,100 @@
+"""Contexts around the forwards of a stage."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from local_steps import mean_square, randn
+from penstock import LocalGroup, Pipeline, PipelineStage, PipelineStageInfo, local_ranks
+from penstock.errors import StepError
+
+WIDTH, M = 4, 3
+SCHEDULES = ["1F1B", "ZB-H1"]
+
+
+class Watched(nn.Module):
+    """A checkpointed layer that notes which context it runs in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+        self.inside: list[PipelineStageInfo] = []
+        self.seen: list[PipelineStageInfo | None] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            self.seen.append(self.inside[-1] if self.inside else None)
+            return torch.tanh(self.layer(x))
+
+        result: Tensor = checkpoint(run, x, use_reentrant=False)
+        return result
+
+    @contextmanager
+    def context(self, info: PipelineStageInfo) -> Iterator[None]:
+        self.inside.append(info)
+        try:
+            yield
+        finally:
+            self.inside.pop()
+
+
+def run(schedule: str, main: Any) -> list[Any]:
+    def on_rank(group: LocalGroup) -> Any:
+        torch.manual_seed(group.rank)
+        stage = PipelineStage(Watched(), group.rank, 2, "cpu", group=group)
+        pipeline = Pipeline(stage, schedule, num_microbatches=M, loss_fn=mean_square)
+        return main(stage, pipeline)
+
+    return local_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_forward_runs_inside_and_what_is_computed_again_does_not(schedule: str) -> None:
+    x, target = randn(6, WIDTH), randn(6, WIDTH)
+
+    def main(stage: PipelineStage, pipeline: Pipeline) -> None:
+        module = stage.submod
+        handle = stage.register_forward_context(module.context)
+        pipeline.step(x, target=target)
+        inside = [
+            PipelineStageInfo(stage_index=stage.stage_index, microbatch_index=mb) for mb in range(M)
+        ]
+        assert inside == [info for info in module.seen if info is not None]
+        assert M == module.seen.count(None)  # In backwards.
+        assert not any(info.is_metadata_inference for info in inside)
+        module.seen.clear()
+        pipeline.eval(x)
+        assert inside == module.seen
+        handle.remove()
+        module.seen.clear()
+        pipeline.eval(x)
+        assert [None] * M == module.seen
+
+    run(schedule, main)
+
+
+def test_one_context_at_a_time() -> None:
+    def main(stage: PipelineStage, pipeline: Pipeline) -> None:
+        handle = stage.register_forward_context(stage.submod.context)
+        with pytest.raises(RuntimeError, match=r"already has a forward context\. There can be one"):
+            stage.register_forward_context(stage.submod.context)
+        handle.remove()
+        stage.register_forward_context(stage.submod.context)
+
+    run("1F1B", main)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_context_that_hides_an_exception_is_refused(schedule: str) -> None:
+    def main(stage: PipelineStage, pipeline: Pipeline) -> None:
+        if stage.stage_index == 0:
+            stage.register_forward_context(lambda info: suppress(Exception))
+        pipeline.step(randn(6, WIDTH + 1), target=randn(6, WIDTH))
+
+    with pytest.raises(StepError, match="stage 0, microbatch 0: the forward context hid an"):
+        run(schedule, main)
