@@ -16,9 +16,12 @@ demo: $(READY) ## Train a small GPT on two processes by a zero-bubble schedule a
 
 # Four files at a time: ranks mostly wait. Tests of one file stay together, as they share processes.
 # They keep the order of tests/conftest.py, which puts the longest first.
-test: check ## Run check, then the tests that start several processes or a browser
+# With TORCH, all of them run on that version instead: see test-torch.
+test: $(if $(TORCH),test-torch,check) ## Run check, then the tests that start several processes or a browser
+ifndef TORCH
 	@scripts/browser
 	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder tests/dist tests/browser
+endif
 
 check: $(READY) ## Check format, lint and types; run the tests that need one process
 	$(BIN)/ruff format --check
@@ -29,8 +32,8 @@ check: $(READY) ## Check format, lint and types; run the tests that need one pro
 TORCH_BIN = .venv-torch-$(TORCH)/bin
 
 # All but torch is as in .venv, so what fails is due to torch.
-test-torch: ## Run the tests on another torch, in its own venv: make test-torch TORCH=2.15.0
-	@test -n "$(TORCH)" || { echo "Name a version, as in make test-torch TORCH=2.15.0"; exit 1; }
+test-torch: ## Run the tests on another torch, in its own venv: make test TORCH=2.15.0
+	@test -n "$(TORCH)" || { echo "Name a version, as in make test TORCH=2.15.0"; exit 1; }
 	@$(MAKE) --no-print-directory .venv-torch-$(TORCH)/.ready
 	$(TORCH_BIN)/pytest -n auto --ignore=tests/dist --ignore=tests/browser
 	$(TORCH_BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder tests/dist

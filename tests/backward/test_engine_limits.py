@@ -180,13 +180,13 @@ def test_stage_refreshes_its_engine() -> None:
     def main(group: LocalGroup) -> None:
         layer = nn.Linear(4, 4)
         stage = PipelineStage(layer, 0, 1, "cpu", group=group)
-        stage.forward((_input(),), {}, is_split=True)
+        stage.forward(0, (_input(),), {}, is_split=True)
         for param in layer.parameters():
             param.data = param.data.to(torch.complex64)
         stage.refresh()
         x, grad = (torch.randn(3, 4, dtype=torch.complex64) for _ in range(2))
         expected = torch.autograd.grad(layer(x), [*layer.parameters()], grad)
-        _, run_weights = stage.forward((x.requires_grad_(),), {}, is_split=True).backward([grad])
+        _, run_weights = stage.forward(0, (x.requires_grad_(),), {}, is_split=True).backward([grad])
         run_weights()
         torch.testing.assert_close([param.grad for param in layer.parameters()], [*expected])
 
@@ -276,7 +276,7 @@ class WithTangent(nn.Module):
 
 
 # torch scripts its own formulas when forward mode is first used.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_forward_mode_inside_a_module_reaches_its_weights() -> None:
     _assert_like_plain(WithTangent())
 

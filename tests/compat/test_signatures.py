@@ -1,6 +1,6 @@
 """Names, arguments and errors of torch's classes are compat's, but for reviewed exceptions.
 
-The installed torch is compared: with `make test-torch TORCH=2.15.0`, that is another one.
+The installed torch is compared: with `make test TORCH=2.15.0`, that is another one.
 """
 
 from pathlib import Path

@@ -1,6 +1,5 @@
 """A piece of the model, at its place in the pipeline."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -11,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.backward import PendingBackward, SplitEngine
+from penstock.backward import SplitEngine
 from penstock.backward.structure import tensors_in
-from penstock.backward.wrappers import is_compiled, is_compiled_graph, outline
+from penstock.backward.wrappers import is_compiled, outline
 from penstock.errors import PipeliningShapeError
 from penstock.ir import MicrobatchId, StageId
 from penstock.sealed import Sealed
+from penstock.stage.compiled_weights import warn_of_compiled_weights
 from penstock.stage.dtensors import Spread
 from penstock.stage.examples import Examples, as_examples, check_like
 from penstock.stage.forward_contexts import ContextFactory, ForwardContexts
@@ -346,23 +346,8 @@ class PipelineStage(Sealed):
         if is_urgent is not self._is_urgent:
             self._is_urgent = is_urgent
         if is_new and self._is_compiled and self._is_urgent:
-            self._warn_of_compiled_weights(pending)
+            warn_of_compiled_weights(self._place, self._submod, pending)
         return SplitPassage(pending, is_last=self.is_last)
-
-    def _warn_of_compiled_weights(self, pending: PendingBackward) -> None:
-        """Say that weights inside compiled modules get their gradients early, if there are any."""
-        if pending.has_split_regions or not is_compiled_graph(tensors_in(pending.outputs)):
-            return
-        for name, module in self.submod.named_modules():
-            if is_compiled(module) and any(w.requires_grad for w in module.parameters()):
-                warnings.warn(
-                    f"{self._place}: {f'its module {name!r}' if name else 'it'} was compiled by "
-                    "torch.compile, whose backward cannot be split. The gradients of its weights "
-                    "are computed in the input backward, so bubbles stay idle. Use "
-                    "penstock.compile in place of torch.compile.",
-                    stacklevel=2,
-                )
-                return
 
     def expect_last_grads(self) -> None:
         """Let a data-parallel wrapper reduce gradients in the backward that comes next."""
