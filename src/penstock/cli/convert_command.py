@@ -46,7 +46,6 @@ def convert(
 
     \b
     penstock convert ZB-V -p 4 -m 8 -o zb_v.csv
-    penstock convert zb_v.csv --comms -o for_torch.csv
     penstock convert zb_v.csv --comms --torch 2.15 -o for_torch.csv
     penstock convert 1F1B --split | penstock simulate -
     penstock convert ZB-V --gathers per-need -o sharded.csv
