@@ -691,6 +691,7 @@ SHARDED_STEPS = "tests/dist/test_sharded_stages.py -k train_as_one"
 SHARDED_PRODUCTS = "tests/dist/test_tensor_parallel.py -k placements_of_products"
 FAILED_STEPS = "tests/dist/test_around_a_step.py -k after_one_that_failed"
 GATHERS = "tests/dist/test_gathers_in_meshes.py -k as_often"
+KEPT_GRADS = "tests/dist/test_kept_gradients.py"
 
 SHARDING_MUTANTS = [
     (  # The computation waits for reductions.
@@ -712,6 +713,13 @@ SHARDING_MUTANTS = [
         FAILED_STEPS,
     ),
     ("backward/sharding.py", "group.drop_grads()", "pass", FAILED_STEPS),
+    ("backward/sharding.py", "        if not is_final:", "        if False:", KEPT_GRADS),
+    (  # The next step keeps its gradients too.
+        "backward/sharding.py",
+        "            if not self._is_final:",
+        "            if False:",
+        KEPT_GRADS,
+    ),
     (
         "backward/sharding.py",
         "            group.accumulate()",

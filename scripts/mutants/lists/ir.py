@@ -26,6 +26,8 @@ MUTANTS = [
     ("ir/placement.py", "if min(ranks) < 0:", "if min(ranks) < -1:", "tests/ir/test_placement.py"),
     # Text.
     ("ir/csv_text.py", "if first.line != line:", "if first.line > line:", TEXT),
+    ("ir/csv_text.py", "if awaited not in started:", "if False:", TEXT),
+    ("ir/csv_text.py", "            started.remove(awaited)", "            pass", TEXT),
     ("ir/csv_text.py", "num_microbatches=last_mb + 1", "num_microbatches=max(1, last_mb)", TEXT),
     ("ir/csv_text.py", "last_mb = max(last_mb, part.mb)", "last_mb = part.mb", TEXT),
     ("ir/csv_text.py", "while rows and not rows[-1]:", "if rows and not rows[-1]:", TEXT),
