@@ -8,7 +8,6 @@ VENV has torchtitan and torch, not necessarily Penstock. Each case runs twice: a
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from client_runs import start
+
 TRAINER = Path(__file__).with_name("titan_on_cpu.py")
-TIMEOUT_S = 240
 SCHEDULES = (
     "GPipe",
     "1F1B",
@@ -135,29 +134,9 @@ def arguments_of(case: Case, assets: Path, num_steps: int) -> list[str]:
 
 def run(python: str, case: Case, arguments: list[str], *, on_penstock: bool) -> list[str]:
     """Return the losses and norms that torchtitan prints, or its error if it fails."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command = [python, *torchrun, str(case.num_ranks), str(TRAINER), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if on_penstock:
-        # The venv of torchtitan need not have Penstock, nor the parts that its command needs.
-        folders = [ROOT / "src" / "penstock" / "replacing" / "at_startup", ROOT / "src"]
-        known = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
-        environment["PYTHONPATH"] = os.pathsep.join([*map(str, folders), *known])
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-        text = done.stdout + done.stderr
-    except subprocess.TimeoutExpired:
-        return [f"no end after {TIMEOUT_S} s"]
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    plain, error = start(python, case.num_ranks, TRAINER, arguments, on_penstock=on_penstock)
     found = re.findall(r"((?:validate )?step: +\d+ +loss: +[\d.]+(?: +grad_norm: +[\d.]+)?)", plain)
-    assert not on_penstock or "is Penstock's in this process" in plain, plain
-    if done.returncode:
-        errors = re.findall(r"^(?:\[rank\d+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)$", plain, re.M)
-        own = [line for line in errors if "ChildFailedError" not in line]
-        return [(own or ["failed without an error"])[0][:200]]
-    return sorted({" ".join(line.split()) for line in found})
+    return [error] if error else sorted({" ".join(line.split()) for line in found})
 
 
 def verdict_on(stock: list[str], own: list[str]) -> str:

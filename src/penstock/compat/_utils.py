@@ -1,10 +1,12 @@
 """Errors, placements and types of torch.distributed.pipelining._utils."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, fx
 
+from penstock.cutting import CutInfo
 from penstock.errors import PipeliningMetadataError, PipeliningShapeError, ScheduleError
 from penstock.stage.meshes import GetMesh
 from penstock.stage.passage import needs_grad
@@ -12,6 +14,7 @@ from penstock.torch_private import pytree
 
 __all__ = [
     "GetMeshCallback",
+    "PipeInfo",
     "PipeliningMetadataError",
     "PipeliningShapeError",
     "flatten_args",
@@ -21,6 +24,17 @@ __all__ = [
 ]
 
 GetMeshCallback: TypeAlias = GetMesh
+
+
+@dataclass(frozen=True)
+class PipeInfo(CutInfo):
+    """A description of a pipe, with the graph that joins its stages."""
+
+    graph: fx.Graph | None = None
+    has_loss_and_backward: bool = False
+
+    __str__ = CutInfo.__str__
+
 
 _STYLES: dict[str, Callable[[int, int], int]] = {
     "loop": lambda stage, size: stage % size,

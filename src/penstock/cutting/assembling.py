@@ -16,18 +16,38 @@ from penstock.cutting.model_names import Names, install
 from penstock.cutting.restored import module_of, restore
 from penstock.cutting.tracing import Trace
 from penstock.cutting.training_mode import follow_training_mode
+from penstock.errors import PartitionError, TraceError
 from penstock.ir import StageId
 from penstock.torch_private import own_buffers, own_modules, own_parameters
 
 
+class StageGraph(fx.GraphModule):
+    """The module of a traced stage."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TraceError(
+            "the module of a traced stage cannot be pickled, as its graph calls functions that "
+            "the trace made. Save its state_dict(), and cut the model again where it is loaded."
+        )
+
+
 def assemble(trace: Trace) -> CutModel:
     """Cut a traced model at its marks."""
-    flow = find_flow(trace.graph_module)
+    return assemble_along(find_flow(trace.graph_module), trace)
+
+
+def assemble_along(flow: Flow, trace: Trace, *, is_flat: bool = False) -> CutModel:
+    """Return the stages of a traced model whose flow is known.
+
+    If `is_flat`, stages are as torch's: the last returns the values that it makes itself, without
+    the model's containers, a single value is returned as it is, and stages hold only what they
+    use, with all buffers in their state dicts.
+    """
     modules = [
-        fx.GraphModule(trace.graph_module, _graph_of(stage, flow, trace), f"Stage{stage}")
+        StageGraph(trace.graph_module, _graph_of(stage, flow, trace, is_flat), f"Stage{stage}")
         for stage in range(flow.num_stages)
     ]
-    tied = _install_all(trace, modules)
+    tied = _install_all(trace, modules, is_flat)
     for module in modules:
         module.train(trace.model.training)
     starts = [_describe(nodes[0]) for nodes in flow.computed[1:]]
@@ -38,7 +58,7 @@ def assemble(trace: Trace) -> CutModel:
     return CutModel(modules, tied, starts, given)
 
 
-def _graph_of(stage: StageId, flow: Flow, trace: Trace) -> fx.Graph:
+def _graph_of(stage: StageId, flow: Flow, trace: Trace, is_flat: bool) -> fx.Graph:
     """Return the graph of one stage, whose attributes have the names of the traced graph."""
     graph = fx.Graph()
     copies: dict[Node, Node] = {}
@@ -59,15 +79,33 @@ def _graph_of(stage: StageId, flow: Flow, trace: Trace) -> fx.Graph:
         else:
             copies[node] = graph.call_module(name, fx.map_arg(node.args[:1], copied))
             copies[node].meta = dict(node.meta)
-    if stage < flow.num_stages - 1:
+    if is_flat:
+        values = [copied(node) for node in returned_by(stage, flow, trace)]
+        graph.output(values[0] if len(values) == 1 else tuple(values))
+    elif stage < flow.num_stages - 1:
         graph.output(tuple(copied(node) for node in flow.given_by(stage)))
     else:
-        (output,) = (node for node in trace.graph_module.graph.nodes if node.op == "output")
-        values = fx.map_arg(list(output.args[0]), copied)
+        values = fx.map_arg(trace.results, copied)
         graph.output(graph.call_function(trace.give_outputs, (values,)))
     if trace.model.training:
         follow_training_mode(graph)
     return graph
+
+
+def returned_by(stage: StageId, flow: Flow, trace: Trace) -> list[Node]:
+    """Return the values that a stage returns if it is flat, each once if it is the last."""
+    if stage < flow.num_stages - 1:
+        return flow.given_by(stage)
+    taken = {*flow.taken(stage), *trace.graph_module.graph.find_nodes(op="placeholder")}
+    taken.difference_update(flow.written[stage])  # It changes copies of these.
+    results = (node for node in trace.results if isinstance(node, Node))
+    own = [node for node in dict.fromkeys(results) if node not in taken]
+    if not own:
+        raise PartitionError(
+            f"the last stage, {stage}, computes none of the model's outputs, so a step would "
+            "return nothing. Move the last cut point to an earlier place, or remove it."
+        )
+    return own
 
 
 def _add_inputs(
@@ -93,13 +131,17 @@ def _add_inputs(
         copies[node] = own
 
 
-def _install_all(trace: Trace, modules: list[fx.GraphModule]) -> list[dict[str, str]]:
+def _install_all(
+    trace: Trace, modules: Sequence[fx.GraphModule], is_flat: bool
+) -> list[dict[str, str]]:
     """Give each stage the attributes that it uses; return the tied parameters of each.
 
     A parameter or buffer with several names has all of them in every stage that holds it. One
-    that no stage uses goes to a stage that holds the nearest names.
+    that no stage uses goes to a stage that holds the nearest names. If `is_flat`, a stage has only
+    the names that it uses.
     """
     names = Names(trace.model)
+    used = [_names_used(module.graph, trace.model) for module in modules]
     holders: defaultdict[Tensor, list[StageId]] = defaultdict(list)
     others: list[dict[str, Any]] = [{} for _ in modules]
     for stage, module in enumerate(modules):
@@ -112,13 +154,21 @@ def _install_all(trace: Trace, modules: list[fx.GraphModule]) -> list[dict[str, 
         # The graph module has them already, but in the graph's order.
         for attributes in (own_parameters(module), own_buffers(module), own_modules(module)):
             attributes.clear()
-    names.add_unused(holders)
+    if not is_flat:
+        names.add_unused(holders)
     tied: list[dict[str, str]] = [{} for _ in modules]
     for value in names:
-        for stage in holders[value]:
-            own = names.install(modules[stage], value, is_first=stage == holders[value][0])
+        for stage in holders.get(value, ()):
+            own_names = [n for n in names.of(value) if not is_flat or n in used[stage]]
+            own = names.install(
+                modules[stage],
+                value,
+                own_names,
+                is_first=stage == holders[value][0],
+                saves_all=is_flat,
+            )
             if isinstance(own, nn.Parameter) and len(holders[value]) > 1:
-                tied[stage][names.of(value)[0]] = names.of(value)[0]
+                tied[stage][own_names[0]] = names.of(value)[0]
     for module, rest in zip(modules, others, strict=True):
         for target, value in rest.items():
             if isinstance(value, fx.GraphModule):
@@ -145,6 +195,22 @@ def _attributes(graph: fx.Graph, model: nn.Module) -> Iterable[str]:
         module = model.get_submodule(str(node.target))
         targets += [f"{node.target}.{name}" for name, _ in module.named_parameters()]
     return dict.fromkeys(targets)
+
+
+def _names_used(graph: fx.Graph, model: nn.Module) -> set[str]:
+    """Return the attributes that a graph uses, under all names that modules called there have."""
+    names = set(_attributes(graph, model))
+    called = {
+        str(entry[0])
+        for node in graph.nodes
+        for entry in (node.meta.get("nn_module_stack") or {}).values()
+    }
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for prefix in called & modules.keys():
+        module = modules[prefix]
+        for name in (*own_parameters(module), *own_buffers(module)):
+            names.add(f"{prefix}.{name}" if prefix else name)
+    return names
 
 
 def _describe(node: Node) -> str:

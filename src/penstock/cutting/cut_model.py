@@ -75,7 +75,8 @@ class CutModel:
         given: Mapping[tuple[StageId, StageId], Sequence[str]] | None = None,
     ) -> None:
         """Store the stages; `given` describes the values they give each other, if known."""
-        self._modules = tuple(modules)
+        self.modules = modules
+        """The modules of the stages."""
         self._tied = tuple(tied)
         self._starts = ("", *starts)
         self._given = dict(sorted((given or {}).items()))
@@ -84,7 +85,7 @@ class CutModel:
 
     @property
     def num_stages(self) -> int:
-        return len(self._modules)
+        return len(self.modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run_stages(lambda _, module, values: module(*values, **kwargs), args)
@@ -95,7 +96,7 @@ class CutModel:
         """Call `run(stage, module, arguments)` for each stage in turn; return the last outputs."""
         arguments: dict[StageId, tuple[Any, ...]] = {0: args}
         outputs: Any = None
-        for stage, module in enumerate(self._modules):
+        for stage, module in enumerate(self.modules):
             outputs = run(stage, module, arguments.pop(stage, ()))
             skips_out = self._skips_out(stage)
             shares = shares_of(as_arguments(outputs), skips_out)
@@ -128,7 +129,7 @@ class CutModel:
                 f"stage_index is {stage_index!r}. "
                 f"Expected a whole number from 0 to {self.num_stages - 1}."
             )
-        return self._modules[stage_index]
+        return self.modules[stage_index]
 
     def build_stage(
         self,
@@ -138,12 +139,13 @@ class CutModel:
         *,
         dynamic_shapes: bool = False,
         buffers: Mapping[str, Tensor] | None = None,
+        kind: type[PipelineStage] = PipelineStage,
     ) -> PipelineStage:
         """Return the stage for a pipeline, with its module moved to the device.
 
         The stage does not hold the other ones: drop the cut model and the model to free them. For
         a model that was cut on the meta device, `buffers` has the values of this stage's buffers
-        that are not in a state dict.
+        that are not in a state dict. `kind` is the class of the stage.
         """
         module = self.get_stage_module(stage_index)
         self._set_buffers(stage_index, module, buffers or {})
@@ -155,7 +157,13 @@ class CutModel:
             )
         _join_names(module, self._names[stage_index])
         return stage_of(
-            module, stage_index, self.info(), device, group, dynamic_shapes=dynamic_shapes
+            module,
+            stage_index,
+            self.info(),
+            device,
+            group,
+            dynamic_shapes=dynamic_shapes,
+            kind=kind,
         )
 
     def _set_buffers(
@@ -178,7 +186,7 @@ class CutModel:
     def info(self) -> CutInfo:
         """Return a description of the stages, to print."""
         stages = []
-        for index, module in enumerate(self._modules):
+        for index, module in enumerate(self.modules):
             received = [
                 value if source == index - 1 else f"{value} from stage {source}"
                 for (source, target), values in self._given.items()
@@ -200,7 +208,7 @@ class CutModel:
 
     def print_readable(self) -> None:
         """Print each stage: its code if it was traced, otherwise its modules."""
-        for index, module in enumerate(self._modules):
+        for index, module in enumerate(self.modules):
             print(f"# stage {index} of {self.num_stages}")
             if isinstance(module, fx.GraphModule):
                 module.print_readable()

@@ -1,7 +1,7 @@
 """The names of a model's parameters and buffers, which its stages keep."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -47,13 +47,26 @@ class Names:
                 nearest = max(held, key=lambda known: _shared_modules(name, known[0]), default=None)
                 holders[tensor] = [0 if nearest is None else nearest[1]]
 
-    def install(self, module: nn.Module, tensor: Tensor, *, is_first: bool) -> Tensor:
-        """Set a tensor under all of its names: itself in its first holder, a copy in others."""
+    def install(
+        self,
+        module: nn.Module,
+        tensor: Tensor,
+        names: Sequence[str],
+        *,
+        is_first: bool,
+        saves_all: bool = False,
+    ) -> Tensor:
+        """Set a tensor under some of its names: itself in its first holder, a copy in others.
+
+        If `saves_all`, buffers are in the state dict even if they are not in the model's, unless
+        they have no values.
+        """
         own = tensor
         if isinstance(tensor, nn.Parameter) and not is_first:
             own = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
-        for name in self.of(tensor):
-            install(module, name, own, is_persistent=self._persistent[name])
+        for name in names:
+            is_persistent = self._persistent[name] or (saves_all and not tensor.is_meta)
+            install(module, name, own, is_persistent=is_persistent)
         return own
 
 

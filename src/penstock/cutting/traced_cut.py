@@ -9,7 +9,7 @@ from torch import fx, nn
 from penstock.cutting.assembling import assemble
 from penstock.cutting.cut_model import CutModel
 from penstock.cutting.marks import SplitPoint, remove_marks, unify_marks
-from penstock.cutting.tracing import trace
+from penstock.cutting.tracing import Trace, trace
 from penstock.errors import PartitionError
 
 
@@ -39,6 +39,17 @@ def cut(
         >>> list(pipe.get_stage_module(1).state_dict())
         ['2.weight', '2.bias']
     """
+    return assemble(trace_marked(module, mb_args, mb_kwargs, split_spec, split_policy))
+
+
+def trace_marked(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None,
+    split_spec: Mapping[str, SplitPoint] | None,
+    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None,
+) -> Trace:
+    """Return the trace of a model, with the marks at which it is to be cut."""
     if split_spec and split_policy is not None:
         raise PartitionError(
             "split_spec and split_policy were both given, and each says where to cut. Give one."
@@ -54,4 +65,4 @@ def cut(
             )
         unify_marks(marked)
         traced = replace(traced, graph_module=marked)
-    return assemble(traced)
+    return traced

@@ -3,19 +3,19 @@
 import linecache
 import os
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from penstock.cutting.inputs import Inputs
 from penstock.cutting.marks import SplitPoint, marked, remove_calls
 from penstock.cutting.own_backwards import noticing_checkpoints, refusing_own_backwards
 from penstock.errors import PipelineError, StageError, TraceError
-from penstock.stage.examples import check_tensor
 from penstock.torch_private import assert_tensor_metadata, pytree
 
 TakeInputs: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]
@@ -28,10 +28,18 @@ class Trace:
 
     model: nn.Module
     graph_module: fx.GraphModule
+    inputs: Inputs
+    """The arguments that it was traced with."""
     take_inputs: TakeInputs
     """The function from a call's arguments to the values of the graph's placeholders."""
     give_outputs: GiveOutputs
     """The function from the graph's results to the outputs of the model."""
+
+    @property
+    def results(self) -> list[Any]:
+        """The results of the graph: nodes, or values other than tensors."""
+        (output,) = self.graph_module.graph.find_nodes(op="output")
+        return list(output.args[0])
 
 
 def trace(
@@ -58,10 +66,12 @@ def trace(
         for spec in program.graph_signature.input_specs
         if spec.kind is InputKind.USER_INPUT
     ]
+    inputs = Inputs(model, names, *program.example_inputs)
     return Trace(
         model,
         graph_module,
-        _make_take_inputs(names, *program.example_inputs),
+        inputs,
+        _make_take_inputs(inputs),
         _make_give_outputs(program.call_spec.out_spec),
     )
 
@@ -82,52 +92,13 @@ def _export(
         raise _untraceable(model, exc) from exc
 
 
-def _make_take_inputs(
-    names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> TakeInputs:
-    examples, structure = pytree.tree_flatten((args, kwargs))
-    forms = [x.to("meta") if isinstance(x, Tensor) else x for x in examples]
-    keys, num_args = list(kwargs), len(args)
+def _make_take_inputs(inputs: Inputs) -> TakeInputs:
+    """Return a function: the code of a graph can call one by its name, but not a method."""
 
     def take_inputs(args: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
-        if len(args) != num_args or set(given) != set(keys):
-            raise StageError(
-                f"the model was traced with {_call(num_args, keys)}, but called with "
-                f"{_call(len(args), given)}. Call it with arguments like those that it was traced "
-                "with, on the rank of its first stage."
-            )
-        try:
-            leaves = structure.flatten_up_to((args, {key: given[key] for key in keys}))
-        except ValueError as exc:
-            raise StageError(
-                f"the arguments of the model are not nested like those that it was traced with: "
-                f"{exc}. Expected {structure}."
-            ) from exc
-        for name, expected, leaf in zip(names, forms, leaves, strict=True):
-            _check_input(name, expected, leaf)
-        return leaves
+        return inputs.take(args, given)
 
     return take_inputs
-
-
-def _call(num_args: int, keys: Iterable[str]) -> str:
-    """Describe the arguments of a call."""
-    return ", ".join([f"{num_args} positional arguments", *(f"{key}=" for key in keys)])
-
-
-def _check_input(name: str, expected: Any, leaf: Any) -> None:
-    if isinstance(expected, Tensor) and isinstance(leaf, Tensor):
-        remedy = "Trace the model with an example of one microbatch as it comes in a step."
-        check_tensor(f"input {name}", expected, leaf, remedy)
-    elif isinstance(expected, Tensor) or isinstance(leaf, Tensor) or expected != leaf:
-        raise StageError(
-            f"input {name} is {_brief(leaf)}, but the model was traced with {_brief(expected)}, "
-            "on which its graph may depend. Give it the same, or trace the model again."
-        )
-
-
-def _brief(value: Any) -> str:
-    return "a tensor" if isinstance(value, Tensor) else repr(value)
 
 
 def _make_give_outputs(structure: pytree.TreeSpec) -> GiveOutputs:

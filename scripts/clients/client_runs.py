@@ -1,0 +1,36 @@
+"""Runs of a program for torch's pipelining: as it is, and on Penstock."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 240
+
+
+def start(
+    python: str, num_ranks: int, program: Path, arguments: list[str], *, on_penstock: bool
+) -> tuple[str, str]:
+    """Run a program by torchrun; return what it prints, and its error if it fails."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command = [python, *torchrun, str(num_ranks), str(program), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if on_penstock:
+        # The venv of the program need not have Penstock, nor the parts that its command needs.
+        folders = [ROOT / "src" / "penstock" / "replacing" / "at_startup", ROOT / "src"]
+        known = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+        environment["PYTHONPATH"] = os.pathsep.join([*map(str, folders), *known])
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no end after {TIMEOUT_S} s"
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+    assert not on_penstock or "is Penstock's in this process" in plain, plain
+    if not done.returncode:
+        return plain, ""
+    errors = re.findall(r"^(?:\[rank\d+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)$", plain, re.M)
+    own = [line for line in errors if "ChildFailedError" not in line]
+    return plain, (own or ["failed without an error"])[0][:200]
