@@ -102,17 +102,9 @@ def main(name: str, gathers: bool, has_grads: bool, folder: Path) -> None:
             for i in range(state.num_processes)
         ]
         whole = [torch.cat(parts) for parts in zip(*samples, strict=True)]
-    # accelerate's "auto" takes a device map, for which there is no accelerator here.
-    starts = {
-        "gpt2": ["transformer.h.2"],
-        "llama": ["model.layers.2"],
-        "bert": ["bert.encoder.layer.2"],
-        "vit": ["vit.layers.2"],
-        "t5": ["decoder.block.2"],
-    }[name]
     model = prepare_pippy(
         model,
-        split_points=starts,
+        split_points="auto",
         example_kwargs=make_inputs(name, 1),
         gather_output=gathers,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
+FAILS = "fails: "
 
 
 def start(
@@ -34,3 +35,15 @@ def start(
     errors = re.findall(r"^(?:\[rank\d+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)$", plain, re.M)
     own = [line for line in errors if "ChildFailedError" not in line]
     return plain, (own or ["failed without an error"])[0][:200]
+
+
+def verdict_on(stock: list[str], own: list[str]) -> str:
+    """Compare the lines of two runs in words; a run that failed has one, which begins so."""
+    runs = {"torch": stock, "Penstock": own}
+    failed = {who: lines[0] for who, lines in runs.items() if lines[0].startswith(FAILS)}
+    if failed:
+        return "; ".join(f"{who} {line}" for who, line in failed.items())
+    if stock == own:
+        return f"equal, {len(own)} lines"
+    others = [f"{a} on torch, {b}" for a, b in zip(stock, own, strict=False) if a != b]
+    return f"{len(others)} of {len(own)} lines differ: {others[:1]}"

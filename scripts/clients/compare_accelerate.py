@@ -1,4 +1,4 @@
-"""Run models of transformers by accelerate's prepare_pippy, on torch's pipelining and on Penstock's.
+"""Run models by accelerate's prepare_pippy, on torch's pipelining and on Penstock's.
 
     python scripts/clients/compare_accelerate.py --python VENV/bin/python [--only WORDS …]
 

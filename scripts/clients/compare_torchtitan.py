@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from client_runs import start
+from client_runs import FAILS, start, verdict_on
 
 TRAINER = Path(__file__).with_name("titan_on_cpu.py")
 SCHEDULES = (
@@ -136,19 +136,7 @@ def run(python: str, case: Case, arguments: list[str], *, on_penstock: bool) -> 
     """Return the losses and norms that torchtitan prints, or its error if it fails."""
     plain, error = start(python, case.num_ranks, TRAINER, arguments, on_penstock=on_penstock)
     found = re.findall(r"((?:validate )?step: +\d+ +loss: +[\d.]+(?: +grad_norm: +[\d.]+)?)", plain)
-    return [error] if error else sorted({" ".join(line.split()) for line in found})
-
-
-def verdict_on(stock: list[str], own: list[str]) -> str:
-    """Compare two runs in words."""
-    failed = {"torch": stock, "Penstock": own}
-    failed = {who: lines for who, lines in failed.items() if "loss" not in lines[0]}
-    if failed:
-        return "; ".join(f"{who} fails: {lines[0]}" for who, lines in failed.items())
-    if stock == own:
-        return f"equal, {len(own)} lines"
-    others = [f"{a} on torch, {b}" for a, b in zip(stock, own, strict=False) if a != b]
-    return f"{len(others)} of {len(own)} lines differ: {others[:1]}"
+    return [FAILS + error] if error else sorted({" ".join(line.split()) for line in found})
 
 
 def main() -> None:

@@ -327,6 +327,10 @@ def test_shapes_are_learned_again_on_request() -> None:
         schedule._stages_forward_initialized = False
         for each in schedule._stages:
             each.submod.zero_grad()
+            each.args_recv_info, each.grad_recv_info, each.grad_send_info = {}, {}, None
+            with pytest.raises(AssignmentError, match=r"args_recv_info was set to \{0: 1\}"):
+                each.args_recv_info = {0: 1}
+            assert {} == each.args_recv_info
         return steps(large)(schedule)
 
     small, large = mlp_batch(4), mlp_batch(64)

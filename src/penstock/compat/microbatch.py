@@ -38,6 +38,15 @@ class _LossReducer(_CustomReducer):
 sum_reducer = _LossReducer(torch.tensor(0.0), operator.add)
 
 
+def __getattr__(name: str) -> Any:
+    """Give the name of flex_attention's masks too, which takes a second to load."""
+    if name == "BlockMask":
+        from torch.nn.attention.flex_attention import BlockMask
+
+        return BlockMask
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[Tensor]:
     """Return a tensor cut into microbatches."""
     args, _ = split_args_kwargs_into_chunks((tensor,), None, num_chunks, (spec,))

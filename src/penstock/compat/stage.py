@@ -1,6 +1,7 @@
 """Stages with the attributes that scripts for torch.distributed.pipelining read."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 
 from penstock.compat._utils import generate_stage_to_rank_mapping
 from penstock.cutting.cut_model import CutInfo, stage_of
-from penstock.errors import StageError
+from penstock.errors import AssignmentError, StageError
 from penstock.ir import Action, Backward, BackwardInput, BackwardWeight, Forward, StageId
 from penstock.stage import GroupOrMesh
 from penstock.stage import PipelineStage as _PipelineStageBase
@@ -30,12 +31,35 @@ class _Facts:
     """The function that runs an action of the stage, while a custom function is called."""
 
 
+def _absent_buffers(name: str, empty: Any) -> property:
+    """Return a property for buffers that torch's stages receive into; here, there are none.
+
+    Programs clear them before they let a schedule learn other shapes, and that is all they can do.
+    """
+
+    def get(_: Any) -> Any:
+        return copy(empty)
+
+    def clear(_: Any, value: Any) -> None:
+        if value:
+            raise AssignmentError(
+                f"{name} was set to {value!r}, but stages have no such buffers here. Expected "
+                f"{empty!r}: messages bring their own memory."
+            )
+
+    return property(get, clear, doc="Always empty, and may be cleared.")
+
+
 class PipelineStage(_PipelineStageBase):
     """A stage of Penstock that also has the attributes of torch's PipelineStage."""
 
     @cached_property
     def _facts(self) -> _Facts:
         return _Facts(generate_stage_to_rank_mapping(self.group_size, self.num_stages))
+
+    args_recv_info = _absent_buffers("args_recv_info", {})
+    grad_recv_info = _absent_buffers("grad_recv_info", {})
+    grad_send_info = _absent_buffers("grad_send_info", None)
 
     @property
     def has_backward(self) -> bool:
