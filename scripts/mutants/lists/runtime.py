@@ -154,14 +154,14 @@ MUTANTS = [
     ),
     (  # Tensors are not aligned.
         "runtime/messages/packing.py",
-        "-kinds[number][1].itemsize",
-        "kinds[number][1].itemsize",
+        "start = -(-end // _ALIGNMENT) * _ALIGNMENT",
+        "start = end",
         PACKING,
     ),
     (
         "runtime/messages/packing.py",
-        "is_small = num_bytes <= SMALL_BYTES",
-        "is_small = True",
+        "if num_bytes <= SMALL_BYTES:",
+        "if True:",
         PACKING,
     ),
     (
