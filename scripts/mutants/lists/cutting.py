@@ -142,7 +142,7 @@ MUTANTS = [
         ERRORS,
     ),
     (
-        "cutting/tracing.py",
+        "cutting/inputs.py",
         "or isinstance(leaf, Tensor) or expected != leaf:",
         "or isinstance(leaf, Tensor):",
         ERRORS + " " + LIMITS,
