@@ -97,6 +97,12 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def _without_output(options: list[str]) -> list[str]:
+    """Leave out `--save FILE`, which says nothing about the results."""
+    place = options.index("--save") if "--save" in options else len(options)
+    return options[:place] + options[place + 2 :]
+
+
 def environment() -> dict[str, str]:
     """What results are to be read with."""
     return {
@@ -104,5 +110,5 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "date": datetime.now(UTC).date().isoformat(),
-        "options": " ".join(sys.argv[1:]),
+        "options": " ".join(_without_output(sys.argv[1:])),
     }

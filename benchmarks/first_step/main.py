@@ -36,19 +36,19 @@ Result = TypeVar("Result")
 class Times(NamedTuple):
     """Seconds from the first rank's start to the last rank's end."""
 
-    first: float
+    first_s: float
     """Of connecting and the first step."""
-    later: float
+    later_s: float
     """Of a later step, the median."""
 
     @property
-    def allowed(self) -> float:
+    def allowed_s(self) -> float:
         """What the first may take: twice a later step, and half a second."""
-        return 2 * self.later + ALLOWED_S
+        return 2 * self.later_s + ALLOWED_S
 
 
 def take_steps(contender: Contender, num_microbatches: int) -> Times:
-    """What every rank runs."""
+    """Connect this rank, and time its steps."""
     x, target = torch.randn(2, num_microbatches, WIDTH)
 
     def make_module(stage: int, count: int) -> nn.Module:
@@ -102,9 +102,9 @@ def main() -> None:
     print("|---|---|--:|--:|--:|")
     for (library, schedule), runs in found.items():
         columns = [
-            ([run.first * 1e3 for run in runs], "{:.0f}", " ms"),
-            ([run.later * 1e3 for run in runs], "{:.0f}", " ms"),
-            ([run.first / run.allowed for run in runs], "{:.2f}", ""),
+            ([run.first_s * 1e3 for run in runs], "{:.0f}", " ms"),
+            ([run.later_s * 1e3 for run in runs], "{:.0f}", " ms"),
+            ([run.first_s / run.allowed_s for run in runs], "{:.2f}", ""),
         ]
         cells = [show(values, form, unit) for values, form, unit in columns]
         print(f"| {schedule} | {library} | {' | '.join(cells)} |")

@@ -40,10 +40,13 @@ def start(
 def verdict_on(stock: list[str], own: list[str]) -> str:
     """Compare the lines of two runs in words; a run that failed has one, which begins so."""
     runs = {"torch": stock, "Penstock": own}
-    failed = {who: lines[0] for who, lines in runs.items() if lines[0].startswith(FAILS)}
-    if failed:
-        return "; ".join(f"{who} {line}" for who, line in failed.items())
+    empty = [f"{who} prints nothing" for who, lines in runs.items() if not lines]
+    failed = [f"{who} {x[0]}" for who, x in runs.items() if x and x[0].startswith(FAILS)]
+    if empty or failed:
+        return "; ".join(empty + failed)
     if stock == own:
         return f"equal, {len(own)} lines"
-    others = [f"{a} on torch, {b}" for a, b in zip(stock, own, strict=False) if a != b]
+    if len(stock) != len(own):
+        return f"torch prints {len(stock)} lines, Penstock {len(own)}"
+    others = [f"{a} on torch, {b}" for a, b in zip(stock, own, strict=True) if a != b]
     return f"{len(others)} of {len(own)} lines differ: {others[:1]}"

@@ -23,7 +23,9 @@ MODELS = ("gpt2", "llama", "bert", "t5", "vit")
 # In the venv of the program: the other one need not have torch.
 COMPARE = """
 import json, sys, torch
-runs = [[torch.load(f"{folder}/{rank}.pt") for rank in (0, 1)] for folder in sys.argv[1:]]
+names = sys.argv[1::2]
+runs = {name: [torch.load(f"{folder}/{rank}.pt") for rank in (0, 1)]
+        for name, folder in zip(names, sys.argv[2::2])}
 
 def differences(these, those):
     pairs = list(zip(these, those))
@@ -34,19 +36,25 @@ def differences(these, those):
 
 found = []
 for rank in (0, 1):
-    first, last = runs[0][rank], runs[-1][rank]
-    shapes = [list(value.shape) for value in last["values"]]
-    found.append({
-        "rank": rank, "kinds": [run[rank]["kind"] for run in runs], "shapes": shapes,
-        "beside torch": differences(first["values"], last["values"]) if runs[1:] else "-",
-        "beside the whole": differences(last["values"], last["whole"][:len(last["values"])]),
-    })
+    line = {"rank": rank}
+    for name in names:
+        run = runs[name][rank]
+        line[name] = [run["kind"], [list(value.shape) for value in run["values"]]]
+        # Without gather_output, the first rank has none; the last stage may compute some only.
+        values, whole = run["values"], run["whole"]
+        verdict = differences(values, whole[:len(values)]) if values else "no outputs"
+        line[f"{name} beside the whole"] = f"{verdict}, {len(values)} of {len(whole)} outputs"
+    if len(names) == 2:
+        first, second = (runs[name][rank]["values"] for name in names)
+        line["beside each other"] = differences(first, second) if first else "no outputs"
+    found.append(line)
 print(json.dumps(found))
 """
 
 
-def compare(python: str, folders: list[Path]) -> list[dict[str, Any]]:
-    command = [python, "-c", COMPARE, *map(str, folders)]
+def compare(python: str, ran: dict[str, Path]) -> list[dict[str, Any]]:
+    named = [str(part) for item in ran.items() for part in item]
+    command = [python, "-c", COMPARE, *named]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     result: list[dict[str, Any]] = json.loads(done.stdout)
     return result
@@ -63,7 +71,8 @@ def main() -> None:
             continue
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            ran, said = [], []
+            ran: dict[str, Path] = {}
+            said = []
             for library in ("torch", "Penstock"):
                 out = Path(folder, library)
                 out.mkdir()
@@ -74,7 +83,7 @@ def main() -> None:
                 if error:
                     said.append(f"{library} fails: {error}")
                 else:
-                    ran.append(out)
+                    ran[library] = out
             said += [str(line) for line in compare(given.python, ran)] if ran else []
         took_s = time.monotonic() - began_s
         sys.stdout.write("\n  ".join([f"{name} ({took_s:.0f} s)", *said]) + "\n")

@@ -275,7 +275,8 @@ class WithTangent(nn.Module):
             return (value + tangent)[0]
 
 
-# torch scripts its own formulas when forward mode is first used.
+# torch scripts its own formulas when forward mode is first used; the kind of warning depends on its
+# version.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_forward_mode_inside_a_module_reaches_its_weights() -> None:
     _assert_like_plain(WithTangent())

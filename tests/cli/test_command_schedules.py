@@ -9,6 +9,7 @@ from command_line import run, run_process
 from penstock import CostTable, Schedule, schedules, simulate
 from penstock.passes import add_comms, split_backward
 from penstock.timeline import RecordedStep, Recording
+from penstock.torch_version import TESTED
 
 
 def make(name: str, num_ranks: int = 4, num_microbatches: int = 8) -> Schedule:
@@ -242,6 +243,14 @@ def test_convert_writes_a_file_and_says_so(tmp_path: Path) -> None:
     shape = "2 ranks, 4 stages (V, 2 per rank), 3 microbatches, 36 actions"
     assert [f"wrote {path}: {shape}"] == run("convert", "ZB-V", "-p", 2, "-m", 3, "-o", path).lines
     assert make("ZB-V", 2, 3) == Schedule.from_csv(path.read_text())
+
+
+def test_convert_knows_each_tested_version_of_torch() -> None:
+    with_waits = [
+        "WAIT_SEND_F" in run("convert", "1F1B", "-p2", "-m2", "--comms", "--torch", version).out
+        for version in TESTED
+    ]
+    assert [False, False, True] == with_waits
 
 
 def test_convert_takes_the_schedule_of_a_recording(recording: Path) -> None:

@@ -17,9 +17,9 @@ from penstock.errors import ScheduleError
 from penstock.ir import Reshard, Schedule, Unshard
 from penstock.passes import Gathers, add_comms, add_gathers, remove_gathers
 from penstock.schedules import get, names
+from penstock.torch_private import LOADS_WAITS
 from staged_models import StepRecord
 
-HAS_WAITS = hasattr(torch_schedules._ComputationType, "WAIT_SEND_F")
 NEEDS_2_15 = "new in torch 2.15, and another torch is installed"
 
 
@@ -121,7 +121,7 @@ def test_order_that_says_when_to_gather_is_not_changed(caplog: pytest.LogCapture
         GatherLimits(3, "auto").place(gathered)
 
 
-@pytest.mark.skipif(not HAS_WAITS, reason=NEEDS_2_15)
+@pytest.mark.skipif(not LOADS_WAITS, reason=NEEDS_2_15)
 def test_stages_are_gathered_no_more_often_than_by_torch() -> None:
     for per_rank, most, given in product((2, 3, 4), (1, 2, 3), ("full", "auto", (1, 1))):
         schedule = interleaved(per_rank)
@@ -222,13 +222,13 @@ def test_written_file_is_loaded_by_this_torch(name: str, added: str, tmp_path: P
         plain = get(name)(num_ranks=num_ranks, num_microbatches=num_microbatches)
         schedule = ADDED[added](plain)
         path = tmp_path / "order.csv"
-        text = schedule.to_csv(has_waits=HAS_WAITS)
+        text = schedule.to_csv(has_waits=LOADS_WAITS)
         loaded = load_in_torch(schedule, text, path, "compute_comms")
         assert list(schedule.placement.ranks) == [
             loaded.stage_index_to_group_rank[stage] for stage in range(schedule.num_stages)
         ]
         load_in_torch(plain, plain.to_csv(), path, "compute_only")
-        if HAS_WAITS:
+        if LOADS_WAITS:
             with pytest.raises(ValueError, match=r"no matching wait|REDUCE_GRAD"):
                 load_in_torch(schedule, schedule.to_csv(), path, "compute_comms")
 

@@ -167,10 +167,15 @@ def test_each_rank_can_have_a_policy() -> None:
         add_gathers(schedule, [Gathers.once()])
 
 
-@pytest.mark.parametrize("stages_ahead", [-1, 3, 1.0])
+@pytest.mark.parametrize("stages_ahead", [-1, 3, 1.0, True])
 def test_number_of_stages_ahead_is_checked(stages_ahead: int) -> None:
-    with pytest.raises(ScheduleError, match=r"stages_ahead is .* at most as many as may be"):
+    with pytest.raises(ScheduleError, match=r"stages_ahead is .* at most 2, which may be gathered"):
         Gathers.at_most(2, stages_ahead=stages_ahead)
+
+
+def test_actions_and_stages_ahead_exclude_each_other() -> None:
+    with pytest.raises(ScheduleError, match=r"both ahead \(3\) and stages_ahead \(2\)"):
+        Gathers.at_most(2, ahead=3, stages_ahead=2)
 
 
 POLICIES = [

@@ -46,14 +46,14 @@ def convert(
 
     \b
     penstock convert ZB-V -p 4 -m 8 -o zb_v.csv
-    penstock convert zb_v.csv --comms --torch 2.15 -o for_torch.csv
+    penstock convert zb_v.csv --comms -o for_torch.csv
     penstock convert 1F1B --split | penstock simulate -
     penstock convert ZB-V --gathers per-need -o sharded.csv
     """
     check_output(output, inputs=[name])
     [given] = read_schedules([name], ShapeOptions(ranks, microbatches, stages_per_rank))
     schedule = place_gathers(_convert(given.schedule, comms=comms, split=split), gathers)
-    write_text(output, schedule.to_csv(has_waits=torch == "2.15"))
+    write_text(output, schedule.to_csv(has_waits=torch not in ("2.13", "2.14")))
     if output not in (None, PIPE):
         print(f"wrote {output}: {describe_shape(schedule)}")
 

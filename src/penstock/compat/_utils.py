@@ -33,8 +33,6 @@ class PipeInfo(CutInfo):
     graph: fx.Graph | None = None
     has_loss_and_backward: bool = False
 
-    __str__ = CutInfo.__str__
-
 
 _STYLES: dict[str, Callable[[int, int], int]] = {
     "loop": lambda stage, size: stage % size,

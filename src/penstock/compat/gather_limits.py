@@ -101,8 +101,8 @@ def check_outstanding_sends(limit: Any, num_ranks: int) -> None:
             "Expected at least 1, or None for no limit."
         )
     _LOGGER.warning(
-        "max_outstanding_sends=%d has no effect: a rank does not wait for its sends. It releases a "
-        "sent tensor as soon as a message from the receiver shows that it has arrived.",
+        "max_outstanding_sends=%d has no effect: sends are waited for at the end of the step, and "
+        "released earlier where a message from the receiver shows that they have arrived.",
         limit,
     )
 

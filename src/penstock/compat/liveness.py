@@ -141,13 +141,11 @@ def _lifetimes(
 
 
 def _share(lifetimes: Mapping[_K, Lifetime]) -> tuple[dict[_K, int], int]:
-    """Return a slot for each key, and their number: the first one that is free by then."""
+    """Return the slot of each key, the first that is free when it begins, and their number."""
     slots: dict[_K, int] = {}
     held_until: list[int] = []
     for key, (start, end) in sorted(lifetimes.items(), key=itemgetter(1)):
         slot = next((n for n, until in enumerate(held_until) if until < start), len(held_until))
-        if slot == len(held_until):
-            held_until.append(end)
-        held_until[slot] = end
+        held_until[slot : slot + 1] = [end]
         slots[key] = slot
     return slots, len(held_until)

@@ -73,7 +73,8 @@ class Pipe(nn.Module):
     ) -> None:
         """Raise an error if the graph may not hold for these arguments, or for the parameters."""
         dtypes = self._dtypes_now()
-        if self._inputs.is_known(leaves) and dtypes == self._dtypes:
+        difference = self._inputs.difference(leaves)
+        if not difference and dtypes == self._dtypes:
             return
         reason: Exception | None = None
         try:
@@ -82,9 +83,9 @@ class Pipe(nn.Module):
             is_same, reason = False, exc
         if not is_same:
             raise StageError(
-                "the pipe was traced with other shapes, dtypes or values than it now has, and "
-                "the model does something else for these (its graph has sizes or dtypes in it). "
-                "Call it as it was traced, or trace the model again with pipeline()."
+                f"{difference or 'its parameters have other dtypes now'}, and "
+                "the model does something else for that (its graph has sizes, dtypes or values in "
+                "it). Call the pipe as it was traced, or trace the model again with pipeline()."
             ) from reason
         self._inputs.add_forms(leaves)
         self._dtypes = dtypes

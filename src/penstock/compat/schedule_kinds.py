@@ -212,7 +212,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     has gathered at once, and `unshard_lookahead` how many it gathers early. Three arguments have no
     effect. `defer_pp_recv`: receives are always posted as early as is useful.
     `defer_reduce_grad_wait`: reductions are always waited for at the end of the step.
-    `max_outstanding_sends`: a rank never waits for its sends, and the log says so.
+    `max_outstanding_sends`: sends are waited for at the end of the step; the log says so.
     """
 
     def __init__(

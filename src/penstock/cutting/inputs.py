@@ -63,13 +63,13 @@ class Inputs:
             return args, given  # Refused later.
         return args[: self._num_args], {**moved, **given}
 
-    def is_known(self, leaves: Sequence[Any]) -> bool:
-        """Return whether the graph is known to hold for values of these forms."""
+    def difference(self, leaves: Sequence[Any]) -> str:
+        """Describe how these values differ from all for which the graph is known to hold."""
         try:
             self._check(leaves)
-        except (PipeliningShapeError, StageError):
-            return False
-        return True
+        except (PipeliningShapeError, StageError) as exc:
+            return str(exc).partition(". ")[0]
+        return ""
 
     def add_forms(self, leaves: Sequence[Any]) -> None:
         """Take values of these forms from now on, as they give the same graph."""

@@ -179,8 +179,8 @@ def _read_line(row: list[str], line: int) -> Iterator[Cell]:
                 raise _error(
                     line,
                     number,
-                    f"{cell} waits for {awaited}, which is not on the line before it, or was "
-                    "already waited for.",
+                    f"{cell} waits for {awaited}, which has not been started earlier on this line, "
+                    "or was already waited for.",
                     "A wait comes once, after its send or reduction: move it there, or remove it.",
                 )
             started.remove(awaited)

@@ -34,6 +34,10 @@ from penstock.ir.action import (
 from penstock.passes.verification import verify
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True)
 class Gathers:
     """A policy of gathers: how long stages stay gathered, and how early they are gathered.
@@ -53,20 +57,25 @@ class Gathers:
     the next different ones that compute actions need, however many actions before."""
 
     def __post_init__(self) -> None:
-        is_whole = isinstance(self.most, int) and not isinstance(self.most, bool)
-        if not (is_whole or self.most == inf) or self.most < 1:
+        if not (_is_whole(self.most) or self.most == inf) or self.most < 1:
             raise ScheduleError(
                 f"most is {self.most!r}. Expected a whole number of stages, at least 1; "
                 "or Gathers.once() for no limit."
             )
-        if not isinstance(self.ahead, int) or self.ahead < 0:
+        if not _is_whole(self.ahead) or self.ahead < 0:
             raise ScheduleError(
                 f"ahead is {self.ahead!r}. Expected a whole number of compute actions, at least 0."
             )
-        if not isinstance(self.stages_ahead, int) or not 0 <= self.stages_ahead <= self.most:
+        if not _is_whole(self.stages_ahead) or not 0 <= self.stages_ahead <= self.most:
+            limit = "" if self.most == inf else f", and at most {self.most}, which may be gathered"
             raise ScheduleError(
                 f"stages_ahead is {self.stages_ahead!r}. Expected a whole number of stages, at "
-                f"least 0, and at most as many as may be gathered: {self.most}."
+                f"least 0{limit}."
+            )
+        if self.stages_ahead and self.ahead != 1:
+            raise ScheduleError(
+                f"both ahead ({self.ahead}) and stages_ahead ({self.stages_ahead}) are given. "
+                "Expected one of them: actions or stages to gather early."
             )
 
     @classmethod
