@@ -113,7 +113,7 @@ def test_reader_that_has_had_enough_is_no_error(command: str) -> None:
     [
         ["show", "ZB-V", "1F1B"],
         ["search", "-m", "2"],
-        ["convert", "ZB-V", "--comms"],
+        ["convert", "ZB-V", "--comms", "--gathers", "once"],
         ["list", "--json"],
         ["--help"],
         ["train", "--help"],

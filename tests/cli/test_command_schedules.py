@@ -253,5 +253,11 @@ def test_convert_knows_each_tested_version_of_torch() -> None:
     assert [False, False, True] == with_waits
 
 
+def test_convert_says_that_torch_would_not_divide_the_gradients() -> None:
+    assert "add --gathers once" in run("convert", "1F1B", "--comms").err
+    assert "" == run("convert", "1F1B", "--comms", "--gathers", "once").err
+    assert "" == run("convert", "1F1B").err
+
+
 def test_convert_takes_the_schedule_of_a_recording(recording: Path) -> None:
     assert make("ZB-H1", 2, 4).to_csv() == run("convert", recording, "-o", "-").out

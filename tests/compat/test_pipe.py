@@ -210,6 +210,51 @@ def test_dtype_is_refused_where_the_graph_has_it_in_it() -> None:
         pipe(torch.ones(2, 4, dtype=torch.float64))
 
 
+class Scaled(nn.Module):
+    """It takes whole numbers, so that arguments do not show the dtype of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor, times: float = 1) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * times + torch.finfo(x.dtype).bits * x.shape[0]
+
+
+def test_forms_that_held_for_other_dtypes_are_not_trusted() -> None:
+    pipe = make_pipe(Scaled().double(), (torch.ones(2, dtype=torch.int64),)).float()
+    for size in (3, 2):
+        with pytest.raises(StageError, match="and the model does something else"):
+            pipe(torch.ones(size, dtype=torch.int64))
+    copied = copy.deepcopy(pipe).double()
+    assert torch.float64 is copied(torch.ones(2, dtype=torch.int64))[0].dtype
+
+
+@pytest.mark.parametrize("times", [1.0, True])
+def test_equal_value_of_another_type_is_another_value(times: float) -> None:
+    pipe = make_pipe(Scaled(), (torch.ones(2, dtype=torch.int64), 1))
+    stage = pipe.get_stage_module(0)
+    with pytest.raises(StageError, match="but the model was traced with 1"):
+        stage(torch.ones(2, dtype=torch.int64), times)
+
+
+def test_argument_that_is_no_number_is_taken_again() -> None:
+    x, times = torch.ones(2, dtype=torch.int64), float("nan")
+    assert make_pipe(Scaled(), (x, times))(x, times)[0].isnan().all()
+
+
+def test_other_size_is_traced_in_the_mode_of_the_first_trace() -> None:
+    model = make_net().train()
+    x, scale = make_inputs()
+    pipe = make_pipe(model, (x, scale))
+    model.eval()
+    pipe.eval()
+    larger = torch.cat([x, x])
+    assert torch.equal(model(larger, scale), pipe(larger, scale)[0])
+
+
 def test_train_and_eval_switch_dropout() -> None:
     inputs = make_inputs()
     pipe = make_pipe(make_net().train(), inputs)

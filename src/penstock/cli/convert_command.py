@@ -1,5 +1,6 @@
 """`penstock convert`: write a schedule as CSV, with or without sends and receives."""
 
+import sys
 from typing import Annotated, Literal
 
 import typer
@@ -46,7 +47,7 @@ def convert(
 
     \b
     penstock convert ZB-V -p 4 -m 8 -o zb_v.csv
-    penstock convert zb_v.csv --comms -o for_torch.csv
+    penstock convert zb_v.csv --comms --gathers once -o for_torch.csv
     penstock convert 1F1B --split | penstock simulate -
     penstock convert ZB-V --gathers per-need -o sharded.csv
     """
@@ -56,6 +57,12 @@ def convert(
     write_text(output, schedule.to_csv(has_waits=torch not in ("2.13", "2.14")))
     if output not in (None, PIPE):
         print(f"wrote {output}: {describe_shape(schedule)}")
+    if comms and not schedule.has_sharding:
+        print(
+            "note: torch divides gradients by the number of microbatches at REDUCE_GRAD cells, of "
+            "which there are none. For torch, add --gathers once, or divide the loss.",
+            file=sys.stderr,
+        )
 
 
 def _convert(schedule: Schedule, *, comms: bool | None, split: bool | None) -> Schedule:

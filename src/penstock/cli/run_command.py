@@ -34,7 +34,7 @@ def run(
     \b
     penstock run -- torchrun --nproc-per-node 4 train.py --steps 100
     penstock run --compare -- python train.py
-    export PYTHONPATH=$(penstock run --path):$PYTHONPATH
+    export PYTHONPATH=$(penstock run --path)${PYTHONPATH:+:$PYTHONPATH}
     """
     folder = str(startup_folder())
     if path:

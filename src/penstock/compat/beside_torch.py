@@ -96,9 +96,14 @@ def _make_theirs(beside: Beside) -> Any:
         {
             rank: [None if cell is None else schedules._Action.from_str(str(cell)) for cell in row]
             for rank, row in beside.order.items()
-        }
+        },
+        format="compute_only" if _is_bare(beside.order) else "compute_comms",
     )
     return made
+
+
+def _is_bare(order: Order) -> bool:
+    return all(cell is None or cell.is_compute_op for row in order.values() for cell in row)
 
 
 @contextmanager

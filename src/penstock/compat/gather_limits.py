@@ -86,26 +86,5 @@ class GatherLimits:
         return lookahead
 
 
-def check_outstanding_sends(limit: Any, num_ranks: int) -> None:
-    """Raise an error if the limit cannot be kept; say that others make no difference."""
-    if limit is None:
-        return
-    if not _is_whole(limit) or limit < 0:
-        raise ScheduleError(
-            f"max_outstanding_sends is {limit!r}. Expected a whole number of messages, at least 0, "
-            "or None for no limit."
-        )
-    if limit == 0 and num_ranks > 1:
-        raise ScheduleError(
-            f"max_outstanding_sends is 0, but {num_ranks} ranks cannot work without messages. "
-            "Expected at least 1, or None for no limit."
-        )
-    _LOGGER.warning(
-        "max_outstanding_sends=%d has no effect: sends are waited for at the end of the step, and "
-        "released earlier where a message from the receiver shows that they have arrived.",
-        limit,
-    )
-
-
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

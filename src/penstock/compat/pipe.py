@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.compat._utils import PipeInfo
+from penstock.compat.joined import JoinedStages, StageRunner, child_name, join
+from penstock.compat.same_graph import describe_graph, gives_same_graph, in_modes
 from penstock.compat.stage import PipelineStage
 from penstock.cutting import CutModel
 from penstock.cutting.assembling import assemble_along
 from penstock.cutting.flow import find_flow
-from penstock.cutting.joined import JoinedStages, RunStages, child_name, join
 from penstock.cutting.marks import SplitPoint
-from penstock.cutting.same_graph import describe_graph, gives_same_graph
 from penstock.cutting.traced_cut import trace_marked
 from penstock.cutting.tracing import Trace
 from penstock.errors import StageError, TraceError
@@ -39,7 +39,9 @@ class Pipe(nn.Module):
         self._inputs = trace.inputs
         self._model = [trace.model]  # In a list, so that it is not a child.
         self._described = describe_graph(trace.graph_module)
-        self._dtypes = self._dtypes_now()
+        self._modes = [module.training for module in trace.model.modules()]
+        # The dtypes of parameters and the forms of arguments for which the graph holds.
+        self._proved = [(self._dtypes_now(), self._inputs.traced_forms)]
         self.num_stages = cut.num_stages
         self.has_loss_and_backward = False
         self.loss_spec = None
@@ -65,7 +67,7 @@ class Pipe(nn.Module):
         args, kwargs = self._inputs.in_order(args, kwargs)
         leaves = self._inputs.flatten(args, kwargs)
         self._check_graph(args, kwargs, leaves)
-        results: tuple[Any, ...] = RunStages(self.split_gm, args, kwargs).run(*leaves)
+        results: tuple[Any, ...] = StageRunner(self.split_gm, args, kwargs).run(*leaves)
         return results
 
     def _check_graph(
@@ -73,22 +75,23 @@ class Pipe(nn.Module):
     ) -> None:
         """Raise an error if the graph may not hold for these arguments, or for the parameters."""
         dtypes = self._dtypes_now()
-        difference = self._inputs.difference(leaves)
-        if not difference and dtypes == self._dtypes:
-            return
+        for proved_dtypes, forms in self._proved:
+            if proved_dtypes == dtypes and not self._inputs.difference(forms, leaves):
+                return
         reason: Exception | None = None
         try:
-            is_same = gives_same_graph(self._model[0], args, kwargs, self._described)
+            with in_modes(self._model[0], self._modes):
+                is_same = gives_same_graph(self._model[0], args, kwargs, self._described)
         except TraceError as exc:
             is_same, reason = False, exc
         if not is_same:
+            difference = self._inputs.difference(self._inputs.traced_forms, leaves)
             raise StageError(
-                f"{difference or 'its parameters have other dtypes now'}, and "
+                f"{difference or 'the parameters have other dtypes now'}, and "
                 "the model does something else for that (its graph has sizes, dtypes or values in "
                 "it). Call the pipe as it was traced, or trace the model again with pipeline()."
             ) from reason
-        self._inputs.add_forms(leaves)
-        self._dtypes = dtypes
+        self._proved.append((dtypes, self._inputs.add_forms(leaves)))
 
     def _dtypes_now(self) -> list[torch.dtype]:
         return [tensor.dtype for tensor in (*self.parameters(), *self.buffers())]

@@ -210,7 +210,12 @@ class _PipelineSchedule(ScheduleState):
         foreach: bool | None = None,
     ) -> Tensor:
         """Clip the gradients of all stages by their global norm, as `penstock.Pipeline` does."""
-        return self._ready().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
+        pipeline = self._ready()
+        try:
+            return pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
+        except BaseException:
+            self._pipeline = None  # It has ended on all ranks: the next step makes a new one.
+            raise
 
     def close(self) -> None:
         """End the connections to other ranks now; otherwise they end with the last reference."""

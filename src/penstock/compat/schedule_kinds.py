@@ -13,7 +13,6 @@ from penstock.compat.gather_limits import (
     DEFAULT_ACTIVE_STAGES,
     GatherLimits,
     Lookahead,
-    check_outstanding_sends,
 )
 from penstock.compat.schedule_base import _PipelineSchedule
 from penstock.compat.step_arguments import Options, OwnOptions
@@ -227,7 +226,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     ) -> None:
         self._limits = GatherLimits(max_active_stages, unshard_lookahead)
         super().__init__(*args, **kwargs)
-        check_outstanding_sends(max_outstanding_sends, self.pp_group_size)
+        _check_outstanding_sends(max_outstanding_sends, self.pp_group_size)
 
     def _prepare_schedule_with_comms(self, actions: Order, format: Format = "compute_only") -> None:
         """Take the order; with "compute_comms", it has messages."""
@@ -284,6 +283,27 @@ def check_runs_orders(kind: type[_PipelineSchedule]) -> None:
             f"{kind.__name__} overrides _step_microbatches, but Penstock runs every step from an "
             "order. Derive it from PipelineScheduleMulti, and fill pipeline_order instead."
         )
+
+
+def _check_outstanding_sends(limit: Any, num_ranks: int) -> None:
+    """Raise an error if the limit cannot be kept; say that others make no difference."""
+    if limit is None:
+        return
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+        raise ScheduleError(
+            f"max_outstanding_sends is {limit!r}. Expected a whole number of messages, at least 0, "
+            "or None for no limit."
+        )
+    if limit == 0 and num_ranks > 1:
+        raise ScheduleError(
+            f"max_outstanding_sends is 0, but {num_ranks} ranks cannot work without messages. "
+            "Expected at least 1, or None for no limit."
+        )
+    _LOGGER.warning(
+        "max_outstanding_sends=%d has no effect: sends are waited for at the end of the step, and "
+        "released earlier where a message from the receiver shows that they have arrived.",
+        limit,
+    )
 
 
 def _check_format(format: str) -> None:

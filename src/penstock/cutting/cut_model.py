@@ -155,7 +155,7 @@ class CutModel:
                 "values. Call pipe.get_stage_module(…).to_empty(device=…) and load its state dict "
                 "first; a stage uses the same names as the model."
             )
-        _join_names(module, self._names[stage_index])
+        _join_names(stage_index, module, self._names[stage_index])
         return stage_of(
             module,
             stage_index,
@@ -253,9 +253,15 @@ def _names_of_one(module: nn.Module) -> list[list[str]]:
     return [several for several in names.values() if len(several) > 1]
 
 
-def _join_names(module: nn.Module, groups: list[list[str]]) -> None:
+def _join_names(stage: StageId, module: nn.Module, groups: list[list[str]]) -> None:
     """Give the names of one parameter one parameter again: to_empty() makes one for each name."""
+    known = dict(module.named_parameters(remove_duplicate=False))
     for first, *others in groups:
+        if missing := [name for name in (first, *others) if name not in known]:
+            raise StageError(
+                f"stage {stage} has no parameter {missing[0]!r}, which its layers share. Expected "
+                "the module of the cut: wrap its layers, or what build_stage() returns, instead."
+            )
         for name in others:
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, module.get_parameter(first))

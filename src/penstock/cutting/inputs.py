@@ -63,17 +63,23 @@ class Inputs:
             return args, given  # Refused later.
         return args[: self._num_args], {**moved, **given}
 
-    def difference(self, leaves: Sequence[Any]) -> str:
-        """Describe how these values differ from all for which the graph is known to hold."""
+    @property
+    def traced_forms(self) -> Sequence[Any]:
+        """The forms of the trace."""
+        return self._forms[0]
+
+    def difference(self, forms: Sequence[Any], leaves: Sequence[Any]) -> str:
+        """Describe how these values differ from the forms; empty if they do not."""
         try:
-            self._check(leaves)
+            self._check_against(forms, leaves)
         except (PipeliningShapeError, StageError) as exc:
             return str(exc).partition(". ")[0]
         return ""
 
-    def add_forms(self, leaves: Sequence[Any]) -> None:
-        """Take values of these forms from now on, as they give the same graph."""
+    def add_forms(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Take values of these forms from now on, as they give the same graph; return the forms."""
         self._forms.append(_forms(leaves))
+        return self._forms[-1]
 
     def _bind(
         self, args: tuple[Any, ...], given: dict[str, Any]
@@ -113,7 +119,7 @@ class Inputs:
 
 
 def _forms(leaves: Iterable[Any]) -> list[Any]:
-    return [x.to("meta") if isinstance(x, Tensor) else x for x in leaves]
+    return [x.detach().to("meta") if isinstance(x, Tensor) else x for x in leaves]
 
 
 def _positional_parameters(model: nn.Module) -> list[str]:
@@ -132,11 +138,17 @@ def _call(num_args: int, keys: Iterable[str]) -> str:
     return ", ".join([f"{num_args} positional arguments", *(f"{key}=" for key in keys)])
 
 
+def _is_same(expected: Any, leaf: Any) -> bool:
+    """Return whether a model does the same for both: 1, 1.0 and True are different, nan is not."""
+    is_nan = expected != expected and leaf != leaf
+    return type(expected) is type(leaf) and (is_nan or bool(expected == leaf))
+
+
 def _check_input(name: str, expected: Any, leaf: Any) -> None:
     if isinstance(expected, Tensor) and isinstance(leaf, Tensor):
         remedy = "Trace the model with an example of one microbatch as it comes in a step."
         check_tensor(f"input {name}", expected, leaf, remedy)
-    elif isinstance(expected, Tensor) or isinstance(leaf, Tensor) or expected != leaf:
+    elif isinstance(expected, Tensor) or isinstance(leaf, Tensor) or not _is_same(expected, leaf):
         raise StageError(
             f"input {name} is {_brief(leaf)}, but the model was traced with {_brief(expected)}, "
             "on which its graph may depend. Give it the same, or trace the model again."

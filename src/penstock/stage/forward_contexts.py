@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
-from penstock.errors import StepError
+from penstock.errors import StageError, StepError
 from penstock.ir import MicrobatchId, StageId
 
 Result = TypeVar("Result")
@@ -43,6 +43,11 @@ class ForwardContexts:
 
     def register(self, factory: ContextFactory) -> RemovableHandle:
         """Make a context with `factory` for each forward, until the handle is removed."""
+        if not callable(factory):
+            raise StageError(
+                f"the forward context of stage {self._stage} is {factory!r}. Expected a function "
+                "from a PipelineStageInfo to a context manager."
+            )
         if self._factories:
             raise StepError(
                 f"stage {self._stage} already has a forward context. There can be one at a time: "

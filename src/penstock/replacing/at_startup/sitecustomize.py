@@ -9,13 +9,19 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from penstock.replacing.import_hook import install
-
 _OWN = Path(__file__).parent
 
 
 def _replace() -> None:
-    install()
+    try:
+        install = import_module("penstock.replacing.import_hook").install
+    except ModuleNotFoundError as exc:
+        sys.stderr.write(
+            f"penstock: {sys.executable} has no module {exc.name}, so torch.distributed.pipelining "
+            "stays torch's own in this process. Install Penstock for this Python.\n"
+        )
+    else:
+        install()
     sys.path[:] = [entry for entry in sys.path if Path(entry) != _OWN]
     own_module = sys.modules.pop("sitecustomize")
     try:

@@ -5,6 +5,8 @@ to divide by. So it holds for other sizes if a trace with them gives the same gr
 """
 
 import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
 
@@ -43,3 +45,17 @@ def gives_same_graph(
 ) -> bool:
     """Return whether a trace with these arguments gives the graph with this description."""
     return described == describe_graph(trace(model, args, kwargs, {}).graph_module)
+
+
+@contextmanager
+def in_modes(model: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
+    """Let each module of the model be in its mode, training or not, while the block runs."""
+    modules = list(model.modules())
+    before = [module.training for module in modules]
+    for module, mode in zip(modules, modes, strict=True):
+        module.training = mode
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, before, strict=True):
+            module.training = mode

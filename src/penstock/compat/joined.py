@@ -38,7 +38,7 @@ def _refuse(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-class RunStages(fx.Interpreter):
+class StageRunner(fx.Interpreter):
     """Runs the stages of a joined graph; the first one gets the arguments as they are nested."""
 
     def __init__(self, joined: JoinedStages, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
