@@ -30,6 +30,26 @@ SCHEDULES = (
     "DualPipeV",
 )
 SPLIT = SCHEDULES[4:]
+# In torchtitan 0.3: other names, and names that it does not have, with their values.
+RENAMED = {
+    "--model.hf_assets_path": "--hf_assets_path",
+    "--training.dataset_path": "--dataloader.dataset_path",
+    "--validation.dataset_path": "--validator.dataloader.dataset_path",
+    "--validation.enable": "--validator.enable",
+    "--validation.freq": "--validator.freq",
+    "--validation.steps": "--validator.steps",
+    "--job.dump_folder": "--dump_folder",
+}
+DROPPED = (
+    "--model.name",
+    "--model.flavor",
+    "--training.dataset",
+    "--validation.dataset",
+    "--validation.local_batch_size",
+    "--validation.seq_len",
+)
+OVERLAP = "--parallelism.no-pipeline_parallel_expert_parallel_overlap"
+CHECKPOINT = "--activation_checkpoint.mode"
 MAKE_ASSETS = """
 import argparse, inspect, json, logging, sys
 from pathlib import Path
@@ -69,13 +89,13 @@ class Case:
 
 
 def all_cases() -> Iterator[Case]:
-    none = ("--activation_checkpoint.mode", "none")
+    none = (CHECKPOINT, "none")
     for schedule in SCHEDULES:
         yield Case("pipeline alone", schedule, options=none)
     for mode in ("selective", "full"):
         for schedule in SCHEDULES:
             feature = f"{mode} checkpointing"
-            yield Case(feature, schedule, options=("--activation_checkpoint.mode", mode))
+            yield Case(feature, schedule, options=(CHECKPOINT, mode))
     sharded = ("--parallelism.data_parallel_shard_degree", "2", *none)
     for schedule in SCHEDULES:
         yield Case("FSDP2", schedule, 4, sharded)
@@ -128,8 +148,29 @@ def arguments_of(case: Case, assets: Path, num_steps: int) -> list[str]:
         base["--parallelism.pipeline_parallel_schedule_csv"] = file
     given = [str(part) for item in base.items() for part in item]
     # DualPipeV would overlap expert parallelism by streams of an accelerator.
-    given.append("--parallelism.no-pipeline_parallel_expert_parallel_overlap")
-    return [*given, *case.options]
+    return [*given, OVERLAP, *case.options]
+
+
+def as_of_0_3(arguments: list[str]) -> list[str]:
+    """Return the same arguments for torchtitan 0.3."""
+    given = ["--module", "llama3", "--config", "llama3_debugmodel"]
+    given.append("--training.disable_cuda_graphs")  # It refuses them with pipelines.
+    mode, rest = "", iter(arguments)
+    for argument in rest:
+        if argument == CHECKPOINT:
+            mode = next(rest)
+        elif argument in DROPPED:
+            next(rest)
+        elif argument != OVERLAP:
+            given.append(RENAMED.get(argument, argument))
+    return [*given, f"activation-checkpoint:{mode}"] if mode else given
+
+
+def is_0_3(python: str) -> bool:
+    """Return whether the Python has torchtitan 0.3 or newer."""
+    ask = "from importlib.metadata import version; print(version('torchtitan'))"
+    found = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout
+    return tuple(map(int, found.split(".")[:2])) >= (0, 3)
 
 
 def run(python: str, case: Case, arguments: list[str], *, on_penstock: bool) -> list[str]:
@@ -147,6 +188,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="a file for the results, as JSON")
     given = parser.parse_args()
     results = {}
+    is_new = is_0_3(given.python)
     with tempfile.TemporaryDirectory() as folder:
         assets = Path(folder)
         subprocess.run([given.python, "-c", MAKE_ASSETS, folder], check=True, stdout=sys.stderr)
@@ -155,6 +197,8 @@ def main() -> None:
                 continue
             began_s = time.monotonic()
             arguments = arguments_of(case, assets, given.steps)
+            if is_new:
+                arguments = as_of_0_3(arguments)
             stock = run(given.python, case, arguments, on_penstock=False)
             own = run(given.python, case, arguments, on_penstock=True)
             results[case.name] = {"torch": stock, "penstock": own}

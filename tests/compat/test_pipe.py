@@ -364,6 +364,24 @@ def test_stage_has_a_module_that_was_put_in_place() -> None:
     assert isinstance(stage, compat.PipelineStage)
 
 
+def test_wrapped_stage_that_hides_shared_parameters_is_refused() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.Linear(4, 4)
+            self.layers = nn.ModuleList([layer, layer, nn.Linear(4, 4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    pipe = make_pipe(Shared(), (torch.ones(2, 4),))
+    pipe.split_gm.submod_pp_0 = nn.Sequential(pipe.get_stage_module(0))
+    with pytest.raises(StageError, match=r"stage 0 has no parameter 'layers.0.weight', which"):
+        penstock.local_ranks(1, lambda group: pipe.build_stage(0, "cpu", group))
+
+
 @pytest.mark.parametrize("kind", ["tensor", "object"])
 def test_step_gives_tensors_and_sums_gradients_of_tied_parameters(kind: str) -> None:
     model, (x, scale) = make_net(kind), make_inputs(4)

@@ -52,6 +52,15 @@ def test_startup_folder_replaces_it_in_a_program_that_knows_nothing() -> None:
     assert REPLACED == done.stderr.strip()
 
 
+def test_python_without_penstock_says_so_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "penstock").mkdir()
+    (tmp_path / "penstock" / "__init__.py").touch()
+    done = run_python("print('ran')", folders=(startup_folder(), tmp_path))
+    assert "ran\n" == done.stdout
+    assert "penstock: " in done.stderr
+    assert "stays torch's own in this process. Install Penstock for this Python." in done.stderr
+
+
 def test_only_the_first_rank_says_so() -> None:
     done = run_python(NAMES, folders=(startup_folder(),), RANK="1")
     assert done.stdout.startswith("penstock.compat")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from local_steps import mean_square, randn
 from penstock import LocalGroup, Pipeline, PipelineStage, PipelineStageInfo, local_ranks
-from penstock.errors import StepError
+from penstock.errors import StageError, StepError
 
 WIDTH, M = 4, 3
 SCHEDULES = ["1F1B", "ZB-H1"]
@@ -98,3 +98,12 @@ def test_context_that_hides_an_exception_is_refused(schedule: str) -> None:
 
     with pytest.raises(StepError, match="stage 0, microbatch 0: the forward context hid an"):
         run(schedule, main)
+
+
+def test_context_that_cannot_be_made_is_refused() -> None:
+    def main(group: LocalGroup) -> None:
+        stage = PipelineStage(Watched(), 0, 1, "cpu", group=group)
+        with pytest.raises(StageError, match=r"the forward context of stage 0 is None\. Expected"):
+            stage.register_forward_context(None)
+
+    local_ranks(1, main)
