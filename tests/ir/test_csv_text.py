@@ -144,7 +144,7 @@ def test_waits_of_torch_are_written_if_asked_for_and_dropped_on_reading() -> Non
 def test_wait_for_what_was_not_started_is_rejected(
     line: str, cell: int, wait: str, awaited: str
 ) -> None:
-    expected = f"line 1, cell {cell}: {wait} waits for {awaited}, which is not on the line before"
+    expected = f"line 1, cell {cell}: {wait} waits for {awaited}, which has not been started"
     assert error_of(f"{line}\n1F0,1B0\n").startswith(expected)
 
 
