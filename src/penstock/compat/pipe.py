@@ -39,7 +39,7 @@ class Pipe(nn.Module):
         self._inputs = trace.inputs
         self._model = [trace.model]  # In a list, so that it is not a child.
         self._described = describe_graph(trace.graph_module)
-        self._modes = [module.training for module in trace.model.modules()]
+        self._modes = {name: module.training for name, module in trace.model.named_modules()}
         # The dtypes of parameters and the forms of arguments for which the graph holds.
         self._proved = [(self._dtypes_now(), self._inputs.traced_forms)]
         self.num_stages = cut.num_stages

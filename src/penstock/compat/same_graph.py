@@ -5,7 +5,7 @@ to divide by. So it holds for other sizes if a trace with them gives the same gr
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
@@ -48,14 +48,13 @@ def gives_same_graph(
 
 
 @contextmanager
-def in_modes(model: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
-    """Let each module of the model be in its mode, training or not, while the block runs."""
-    modules = list(model.modules())
-    before = [module.training for module in modules]
-    for module, mode in zip(modules, modes, strict=True):
-        module.training = mode
+def in_modes(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
+    """Let each module be in the mode of its name, training or not, while the block runs."""
+    before = [(module, module.training) for module in model.modules()]
+    for name, module in model.named_modules():
+        module.training = modes.get(name, module.training)
     try:
         yield
     finally:
-        for module, mode in zip(modules, before, strict=True):
+        for module, mode in before:
             module.training = mode
