@@ -1,5 +1,6 @@
 """Cut a model into stages: by tracing its forward, or between its modules."""
 
+from penstock.cutting.cut_choice import cut_any
 from penstock.cutting.cut_model import CutInfo, CutModel, StageInfo
 from penstock.cutting.cut_policies import Balanced
 from penstock.cutting.layer_costs import LayerCost, count_layers, measure_layers
@@ -16,6 +17,7 @@ __all__ = [
     "StageInfo",
     "count_layers",
     "cut",
+    "cut_any",
     "cut_between_modules",
     "measure_layers",
     "pipe_split",

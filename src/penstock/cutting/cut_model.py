@@ -77,6 +77,8 @@ class CutModel:
         """Store the stages; `given` describes the values they give each other, if known."""
         self.modules = modules
         """The modules of the stages."""
+        self.repeats_inputs = False
+        """Whether every stage takes the model's inputs too, all of them as keyword arguments."""
         self._tied = tuple(tied)
         self._starts = ("", *starts)
         self._given = dict(sorted((given or {}).items()))

@@ -1,0 +1,48 @@
+"""Cut a model the best way that it allows."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from penstock.cutting.cut_model import CutModel
+from penstock.cutting.cut_policies import Balanced
+from penstock.cutting.traced_cut import cut
+from penstock.cutting.untraced_cut import cut_between_modules
+from penstock.errors import PartitionError, PipelineError
+
+LOGGER = logging.getLogger("penstock")
+
+
+def cut_any(
+    model: nn.Module,
+    stages: int | Balanced,
+    mb_args: tuple[Any, ...] = (),
+    mb_kwargs: dict[str, Any] | None = None,
+) -> CutModel:
+    """Cut a model into balanced stages: traced if it can be, otherwise between its modules.
+
+    `mb_args` and `mb_kwargs` are an example of one microbatch. The log says which way was taken,
+    and why not an earlier one. If none works, the error has the reasons of all.
+    """
+    policy = Balanced(stages) if isinstance(stages, int) else stages
+    kwargs = mb_kwargs or {}
+    ways: dict[str, Callable[[], CutModel]] = {
+        "by tracing it": lambda: cut(model, mb_args, kwargs, split_policy=policy),
+        "between its modules": lambda: cut_between_modules(
+            model, policy, mb_args=mb_args, mb_kwargs=kwargs
+        ),
+    }
+    reasons: list[str] = []
+    for way, attempt in ways.items():
+        try:
+            pieces = attempt()
+        except PipelineError as exc:
+            reasons.append(f"{way}: {exc}")
+            continue
+        before = "".join(f"\n  not {reason}" for reason in reasons)
+        LOGGER.info("%s was cut %s.%s", type(model).__name__, way, before)
+        return pieces
+    listed = "".join(f"\n  {reason}" for reason in reasons)
+    raise PartitionError(f"{type(model).__name__} cannot be cut in any way:{listed}")
