@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import penstock
@@ -275,6 +276,39 @@ class TestCalls:
         ):
             pipe(X, mask=X, power=2, other=X, extra=1)
 
+    @pytest.mark.parametrize("names", [["other"], ["mask", "other", "extra"]])
+    def test_keyword_that_no_stage_takes_in_a_later_stage(
+        self, pipe: penstock.CutModel, names: list[str]
+    ) -> None:
+        # A later stage ignored every keyword argument.
+        unknown = ", ".join(f"{name}=" for name in names if name != "mask")
+        with raises(
+            StageError,
+            f"stage 1 was given the keyword arguments {unknown}, which no stage takes",
+            "was traced with 1 positional arguments, mask=, power=.",
+            "Leave them out, or trace the model with them.",
+        ):
+            pipe.get_stage_module(1)(X, X, **dict.fromkeys(names, X))
+
+    def test_keyword_that_another_stage_takes(self, pipe: penstock.CutModel) -> None:
+        module = pipe.get_stage_module(1)
+        assert torch.equal(module(X, X), module(X, X, power=2, mask=X, x=X))
+
+    def test_keyword_that_no_stage_takes_in_a_step(self, pipe: penstock.CutModel) -> None:
+        def main(group: penstock.LocalGroup) -> None:
+            stage = pipe.build_stage(group.rank, "cpu", group)
+            pipeline = penstock.Pipeline(stage, "1F1B", num_microbatches=2, loss_fn=mse_loss)
+            x = torch.ones(4, WIDTH)
+            kwargs: dict[str, Any] = {"mask": x, "power": 2}
+            pipeline.step(x, target=x, **kwargs)  # The same on every rank.
+            if group.rank == 1:
+                kwargs["other"] = x
+            pipeline.step(x, target=x, **kwargs)
+
+        with raises(StageError, "stage 1 was given the keyword arguments other=") as caught:
+            penstock.local_ranks(2, main)
+        assert any("on rank 1" in note for note in caught.value.__notes__)
+
     def test_keyword_given_by_position(self, pipe: penstock.CutModel) -> None:
         with raises(StageError, "the model was traced with"):
             pipe(X, X, power=2)
@@ -399,6 +433,24 @@ class TestSplit:
     def test_costs_of_too_many_layers(self) -> None:
         with raises(CostError, "costs has 4 values, but the model has 3 layers: 0, 1, 2."):
             penstock.cut_between_modules(self.chain(), Balanced(2, costs=[1.0] * 4))
+
+    def test_keyword_that_no_layer_takes(self) -> None:
+        class Scaled(nn.Linear):
+            def forward(self, x: Tensor, scale: float = 1.0, **rest: Any) -> Tensor:
+                assert not rest
+                return super().forward(x) * scale
+
+        model = nn.Sequential(Scaled(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        pipe = penstock.cut_between_modules(model, ["2"])
+        expected = model[2](model[1](model[0](X, scale=2.0)))
+        assert torch.equal(expected, pipe(X, scale=2.0))  # Both stages get it, and one takes it.
+        for stage in (0, 1):
+            with raises(
+                StageError,
+                f"stage {stage} was given the keyword arguments other=, but no layer of the model",
+                "Leave them out, or let the forward of a layer name them",
+            ):
+                pipe.get_stage_module(stage)(X, scale=2.0, other=1)
 
     def test_more_stages_than_layers(self) -> None:
         with pytest.raises(PipelineError, match="4"):

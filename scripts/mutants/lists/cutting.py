@@ -134,6 +134,20 @@ MUTANTS = [
         "return is_plain",
         DETAILS,
     ),
+    # Keyword arguments that nobody takes.
+    (
+        "cutting/chain.py",
+        "        if kwargs:\n            self._check_keywords(kwargs)\n",
+        "",
+        ERRORS,
+    ),
+    (
+        "cutting/tracing.py",
+        "        if given:\n            inputs.check_keywords(stage, given)\n",
+        "",
+        ERRORS,
+    ),
+    ("cutting/inputs.py", "*self._parameters[: self._num_args]}", "}", ERRORS),
     # Marks and traces.
     (
         "cutting/marks.py",

@@ -14,7 +14,7 @@ from penstock.cutting.cut_model import CutModel
 from penstock.cutting.flow import Flow, find_flow
 from penstock.cutting.model_names import Names, install
 from penstock.cutting.restored import module_of, restore
-from penstock.cutting.tracing import Trace
+from penstock.cutting.tracing import Trace, make_take_values
 from penstock.cutting.training_mode import follow_training_mode
 from penstock.errors import PartitionError, TraceError
 from penstock.ir import StageId
@@ -118,8 +118,9 @@ def _add_inputs(
         values = trace.graph_module.graph.find_nodes(op="placeholder")
         inputs = graph.call_function(trace.take_inputs, (inputs, kwargs))
     else:
-        # Only the first stage uses keyword arguments, but a rank gives them to all its stages.
         values = flow.taken(stage)
+        take_values = make_take_values(trace.inputs, stage)
+        inputs = graph.call_function(take_values, (inputs, kwargs))
     for number, node in enumerate(values):
         if not node.users:
             continue

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.cutting.cut_model import CutModel
 from penstock.cutting.marks import find_module, unknown_name
 from penstock.cutting.model_names import Names, install
-from penstock.errors import PartitionError
+from penstock.errors import PartitionError, StageError
 from penstock.ir import StageId
 from penstock.stage.outputs import as_arguments
 from penstock.torch_private import (
@@ -97,7 +97,7 @@ class Chain:
         stages = []
         for stage, indices in enumerate(ranges):
             copied = {t for t, holders in tied.items() if stage in holders[1:]}
-            stages.append(self._stage(indices, copied))
+            stages.append(self._stage(stage, indices, copied))
         by_stage = [self._names_of(indices, tied) for indices in ranges]
         return CutModel(stages, by_stage, [self.names[begin] for begin in begins[1:]])
 
@@ -134,7 +134,7 @@ class Chain:
                     found.setdefault(parameter, f"{self.names[index]}.{name}")
         return {own: names.of(parameter)[0] for parameter, own in found.items()}
 
-    def _stage(self, indices: range, copied: set[Tensor]) -> "ChainStage":
+    def _stage(self, stage: StageId, indices: range, copied: set[Tensor]) -> "ChainStage":
         """Return a stage with the layers' own parameters, but with copies of those in `copied`."""
         # deepcopy does not copy what it finds in its memo.
         memo: dict[int, Any] = {}
@@ -146,25 +146,35 @@ class Chain:
                 memo.update({id(tensor): tensor for tensor in own})
                 layer = deepcopy(layer, memo)
             layers.append((self.names[index], layer))
-        return ChainStage(layers, self.model.training)
+        keywords = frozenset[str]().union(*map(_keywords, self.layers))
+        return ChainStage(stage, layers, keywords, self.model.training)
 
 
 class ChainStage(nn.Module):
     """Layers called one after the other; modules keep their names from the model."""
 
-    def __init__(self, layers: Sequence[tuple[str, Called]], is_training: bool) -> None:
+    def __init__(
+        self,
+        stage: StageId,
+        layers: Sequence[tuple[str, Called]],
+        known: frozenset[str],
+        is_training: bool,
+    ) -> None:
+        """Store the layers; `known` has the keyword arguments that layers of any stage take."""
         super().__init__()
+        self._stage, self._known = stage, known
         self.training = is_training
         self._begins_in_place = bool(getattr(layers[0][1], "inplace", False))
         self._calls: list[tuple[str, Callable[..., Any] | None, frozenset[str]]] = []
         for name, layer in layers:
             if isinstance(layer, nn.Module):
                 install(self, name, layer)
-                self._calls.append((name, None, _keywords(layer.forward)))
-            else:
-                self._calls.append((name, layer, _keywords(layer)))
+            function = None if isinstance(layer, nn.Module) else layer
+            self._calls.append((name, function, _keywords(layer)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            self._check_keywords(kwargs)
         values: Any = args
         if self._begins_in_place:
             # An input of a stage is a leaf, and autograd does not allow changing one in place.
@@ -174,6 +184,20 @@ class ChainStage(nn.Module):
             given = {key: value for key, value in kwargs.items() if key in keywords}
             values = layer(*as_arguments(values), **given)
         return values
+
+    def layers(self) -> list[nn.Module]:
+        """Return the modules that the stage calls, each once."""
+        called = (self.get_submodule(name) for name, function, _ in self._calls if function is None)
+        return list(dict.fromkeys(called))
+
+    def _check_keywords(self, given: Iterable[str]) -> None:
+        unknown = [f"{key}=" for key in given if key not in self._known]
+        if unknown:
+            raise StageError(
+                f"stage {self._stage} was given the keyword arguments {', '.join(unknown)}, but no "
+                "layer of the model has a parameter with such a name. Leave them out, or let the "
+                "forward of a layer name them; **kwargs of a layer gets none."
+            )
 
 
 def _find(model: nn.Module, layer: str | Callable[..., Any]) -> Iterator[tuple[str, Called]]:
@@ -222,8 +246,9 @@ def _named_parameters(layer: Called) -> Iterable[tuple[str, Tensor]]:
     return layer.named_parameters() if isinstance(layer, nn.Module) else ()
 
 
-def _keywords(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the keyword arguments that a function takes by name."""
+def _keywords(layer: Called) -> frozenset[str]:
+    """Return the keyword arguments that a layer takes by name."""
+    function = layer.forward if isinstance(layer, nn.Module) else layer
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # A function written in C may have no signature.

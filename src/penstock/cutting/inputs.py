@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import PipeliningShapeError, StageError
+from penstock.ir import StageId
 from penstock.stage.examples import check_tensor
 from penstock.torch_private import pytree
 
@@ -32,6 +33,7 @@ class Inputs:
         self._num_args, self._keys = len(args), list(kwargs)
         # Not the model itself, which a stage must not keep.
         self._parameters = _positional_parameters(model)
+        self._keywords = {*self._keys, *self._parameters[: self._num_args]}
 
     def take(self, args: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
         """Return the values of the graph's placeholders in a call."""
@@ -50,6 +52,16 @@ class Inputs:
                 f"{exc}. Expected {self.structure}."
             ) from exc
         return leaves
+
+    def check_keywords(self, stage: StageId, given: Iterable[str]) -> None:
+        """Raise an error if a later stage is given a keyword argument that no stage takes."""
+        unknown = [key for key in given if key not in self._keywords]
+        if unknown:
+            raise StageError(
+                f"stage {stage} was given the keyword arguments {_listed(unknown)}, which no stage "
+                f"takes: the model was traced with {_call(self._num_args, self._keys)}. Leave them "
+                "out, or trace the model with them."
+            )
 
     def in_order(
         self, args: tuple[Any, ...], given: dict[str, Any]
@@ -131,6 +143,10 @@ def _positional_parameters(model: nn.Module) -> list[str]:
     leading = takewhile(lambda parameter: parameter.kind in _BY_POSITION, parameters)
     # One that has no name to call it by keeps its place, under a name that is not one.
     return [p.name if p.kind is p.POSITIONAL_OR_KEYWORD else f"{p.name}/" for p in leading]
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(f"{key}=" for key in keys)
 
 
 def _call(num_args: int, keys: Iterable[str]) -> str:

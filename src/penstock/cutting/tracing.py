@@ -16,9 +16,11 @@ from penstock.cutting.inputs import Inputs
 from penstock.cutting.marks import SplitPoint, marked, remove_calls
 from penstock.cutting.own_backwards import noticing_checkpoints, refusing_own_backwards
 from penstock.errors import PipelineError, StageError, TraceError
+from penstock.ir import StageId
 from penstock.torch_private import assert_tensor_metadata, pytree
 
 TakeInputs: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]
+TakeValues: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]
 GiveOutputs: TypeAlias = Callable[[list[Any]], Any]
 
 
@@ -99,6 +101,20 @@ def _make_take_inputs(inputs: Inputs) -> TakeInputs:
         return inputs.take(args, given)
 
     return take_inputs
+
+
+def make_take_values(inputs: Inputs, stage: StageId) -> TakeValues:
+    """Return a function for a later stage that takes only what earlier stages give it.
+
+    A rank gives keyword arguments of the first stage to all its stages, so those are allowed.
+    """
+
+    def take_values(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
+        if given:
+            inputs.check_keywords(stage, given)
+        return args
+
+    return take_values
 
 
 def _make_give_outputs(structure: pytree.TreeSpec) -> GiveOutputs:
