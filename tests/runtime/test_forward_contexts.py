@@ -1,5 +1,6 @@
 """Contexts around the forwards of a stage."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -107,3 +108,62 @@ def test_context_that_cannot_be_made_is_refused() -> None:
             stage.register_forward_context(None)
 
     local_ranks(1, main)
+
+
+def make_trio(group: LocalGroup, schedule: str, modules: list[nn.Module]) -> Any:
+    stage = PipelineStage(modules[group.rank], group.rank, 3, "cpu", group=group)
+    return stage, Pipeline(stage, schedule, num_microbatches=M, loss_fn=mean_square)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_context_without_gradients_is_refused_in_training(
+    schedule: str, mode: Any, place: int
+) -> None:
+    # On the last stage, a step left all gradients out without a word.
+    x, target = randn(6, WIDTH), randn(6, WIDTH)
+    modules: list[nn.Module] = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
+    modules[1].requires_grad_(False)  # The gradient of its input would be missing all the same.
+
+    def main(group: LocalGroup) -> None:
+        stage, pipeline = make_trio(group, schedule, modules)
+        if group.rank == place:
+            stage.register_forward_context(lambda info: mode())
+        outputs = pipeline.eval(x)
+        if outputs is not None:
+            assert torch.equal(nn.Sequential(*modules)(x), outputs)
+        pipeline.step(x, target=target)
+
+    message = (
+        rf"stage {place}, microbatch 0: the forward context turns on torch\.{mode.__name__}\(\) in "
+        r"a training step, so the gradients .* would be missing\. Expected .*\. Enter it in eval\("
+    )
+    with pytest.raises(StageError, match=message) as caught:
+        local_ranks(3, main)
+    assert any(f"on rank {place}" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_context_without_gradients_is_allowed_where_there_are_none(
+    schedule: str, mode: Any
+) -> None:
+    x, target = randn(6, WIDTH), randn(6, WIDTH)
+    modules: list[nn.Module] = [nn.Linear(WIDTH, WIDTH).double() for _ in range(3)]
+    modules[0].requires_grad_(False)
+    whole = copy.deepcopy(nn.Sequential(*modules))
+    for part, wanted in zip(x.chunk(M), target.chunk(M), strict=True):
+        (mean_square(whole(part), wanted) / M).backward()
+
+    def main(group: LocalGroup) -> None:
+        stage, pipeline = make_trio(group, schedule, modules)
+        if group.rank == 0:
+            stage.register_forward_context(lambda info: mode())
+        pipeline.step(x, target=target)
+
+    local_ranks(3, main)
+    for expected, actual in zip(
+        whole.parameters(), nn.Sequential(*modules).parameters(), strict=True
+    ):
+        torch.testing.assert_close(expected.grad, actual.grad)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import StageError, StepError
@@ -57,14 +58,34 @@ class ForwardContexts:
         self._factories[handle.id] = factory
         return handle
 
-    def run(self, mb: MicrobatchId, forward: Callable[[], Result]) -> Result:
-        """Run a forward inside its context, if there is one."""
+    def run(
+        self,
+        mb: MicrobatchId,
+        forward: Callable[[], Result],
+        needs_graph: Callable[[], bool] | None = None,
+    ) -> Result:
+        """Run a forward inside its context, if there is one.
+
+        Raise an error if the context turns off the graph, and `needs_graph()` is true.
+        """
         factory = next(iter(self._factories.values()), None)
         if factory is None:
             return forward()
         with factory(PipelineStageInfo(stage_index=self._stage, microbatch_index=mb)):
+            if needs_graph is not None and not torch.is_grad_enabled() and needs_graph():
+                raise self._without_graph(mb)
             return forward()
         raise StepError(
             f"stage {self._stage}, microbatch {mb}: the forward context hid an exception of the "
             "module, so there is no output. Let __exit__ of the context return False."
+        )
+
+    def _without_graph(self, mb: MicrobatchId) -> StageError:
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        return StageError(
+            f"stage {self._stage}, microbatch {mb}: the forward context turns on torch.{mode}() in "
+            "a training step, so the gradients of this stage and of all stages before it would be "
+            "missing. Expected a context with gradients enabled, unless the inputs and parameters "
+            "of the stage need none. Enter it in eval() only, or freeze the parameters of this "
+            "stage and of those before it with requires_grad_(False)."
         )

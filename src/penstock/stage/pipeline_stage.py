@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -293,7 +294,8 @@ class PipelineStage(Sealed):
         """Run each forward of the module inside a context, until the handle is removed.
 
         `context_factory` is called with a PipelineStageInfo for each of them. Losses, backwards and
-        blocks that a backward computes again are outside. There can be one at a time.
+        blocks that a backward computes again are outside. There can be one at a time. A context
+        that turns gradients off is refused in training if the stage has any to compute.
         """
         return self._contexts.register(context_factory)
 
@@ -314,8 +316,13 @@ class PipelineStage(Sealed):
     ) -> Passage:
         """Run a forward whose backward follows: in two halves if `is_split`."""
         if self._contexts or self._wrapping.ddp is not None:
-            return self._contexts.run(mb, partial(self._forward_unsynced, args, kwargs, is_split))
+            forward = partial(self._forward_unsynced, args, kwargs, is_split)
+            return self._contexts.run(mb, forward, partial(self._needs_graph, args, kwargs))
         return self._forward(args, kwargs, is_split)
+
+    def _needs_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a backward would give gradients to inputs or parameters."""
+        return any(map(needs_grad, chain(_inputs_of(args, kwargs), self._submod.parameters())))
 
     def _forward_unsynced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], is_split: bool
