@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from penstock.ir import Placement as Placement
     from penstock.ir import Schedule as Schedule
     from penstock.microbatches import Replicate as Replicate
+    from penstock.parallel import GradScaler as GradScaler
+    from penstock.parallel import ParallelModel as ParallelModel
+    from penstock.parallel import parallelize as parallelize
     from penstock.planning import Plan as Plan
     from penstock.planning import plan as plan
     from penstock.runtime import Auto as Auto
@@ -80,8 +83,10 @@ _OWN_NAMES = {
     "Balanced": "cutting",
     "CostTable": "costs",
     "CutModel": "cutting",
+    "GradScaler": "parallel",
     "LayerCost": "cutting",
     "LocalGroup": "comm",
+    "ParallelModel": "parallel",
     "Pipeline": "runtime",
     "PipelineStage": "stage",
     "Placement": "ir",
@@ -99,6 +104,7 @@ _OWN_NAMES = {
     "measure_costs": "runtime",
     "measure_layers": "cutting",
     "measure_memory_levels": "runtime",
+    "parallelize": "parallel",
     "plan": "planning",
     "record": "runtime",
     "search": "solver",

@@ -6,6 +6,7 @@ Each is also the built-in exception that fits, so `except RuntimeError` keeps wo
     ├── AgreementError   (RuntimeError)   the ranks were not given the same pipeline
     ├── AssignmentError  (AttributeError) an assignment would have no effect
     ├── BackwardError    (RuntimeError)   the split backward cannot run on these values
+    ├── CheckpointError  (ValueError)     a training cannot be saved to a folder, or loaded from it
     ├── CommError        (RuntimeError)   another rank failed, or cannot be reached
     │   └── DeadlineError    (TimeoutError)   a message did not arrive in time
     ├── CompileError     (ValueError)     a module cannot be compiled so that it can be split
@@ -18,6 +19,7 @@ Each is also the built-in exception that fits, so `except RuntimeError` keeps wo
     │   └── FieldError       (ValueError)     fields of the studio cannot be used
     ├── PartitionError   (ValueError)     a model cannot be cut into stages as asked
     ├── PipeliningShapeError (RuntimeError) a message between stages does not have the expected form
+    ├── PretrainedError  (ValueError)     a folder of weights cannot be read or written as asked
     ├── RecordError      (ValueError)     nothing was recorded, or a recording cannot be read
     ├── ScheduleError    (ValueError)     a schedule, a placement or its text is wrong
     ├── StageError       (ValueError)     stages do not fit the schedule, the group or their inputs
@@ -43,6 +45,10 @@ class AssignmentError(PipelineError, AttributeError):
 
 class BackwardError(PipelineError, RuntimeError):
     """The split backward cannot run on the outputs, gradients or weights it was given."""
+
+
+class CheckpointError(PipelineError, ValueError):
+    """The state of a training cannot be saved to a folder, or loaded from it."""
 
 
 class CommError(PipelineError, RuntimeError):
@@ -99,6 +105,10 @@ class PipeliningShapeError(PipelineError, RuntimeError):
 
 PipeliningMetadataError = PipeliningShapeError
 """The name of `PipeliningShapeError` in torch.distributed.pipelining."""
+
+
+class PretrainedError(PipelineError, ValueError):
+    """A folder of weights, or an adapter, cannot be read or written as asked."""
 
 
 class RecordError(PipelineError, ValueError):

@@ -8,7 +8,7 @@ for a target, else from the number of elements of a cut tensor in each microbatc
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from numbers import Real
@@ -69,6 +69,12 @@ class LossWeights:
         seeds = [weight * num_replicas / total for weight in weights]
         factors = [weight * num_replicas * len(weights) / total for weight in weights]
         return cls(seeds, factors, are_known)
+
+    def scaled(self, factor: float) -> "LossWeights":
+        """Return weights whose gradients are multiplied by a factor; the losses stay as they are."""
+        if factor == 1:
+            return self
+        return replace(self, seeds=[seed * factor for seed in self.seeds])
 
     def weigh(self, mb: int, loss: Any) -> Any:
         """Return a loss scaled so that the mean over microbatches is the loss of the step.
@@ -197,3 +203,15 @@ def sum_over_replicas(
         expected="all of them, which are replicas, to run the same steps",
     )
     return float(value.item())
+
+
+def average_over_replicas_(loss: Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Put the mean of the losses of all replicas into a tensor; each must call it."""
+    add_up_(
+        loss,
+        group,
+        timeout_s,
+        what="the loss",
+        expected="all of them, which are replicas, to run the same steps",
+    )
+    loss /= dist.get_world_size(group)

@@ -19,6 +19,7 @@ from penstock.microbatches import merge_chunks, split_args_kwargs_into_chunks
 from penstock.microbatches.loss_weights import (
     LossWeight,
     LossWeights,
+    average_over_replicas_,
     sum_over_replicas,
 )
 from penstock.microbatches.splitting import split_target
@@ -28,11 +29,13 @@ from penstock.runtime.auto.pilot import AbstractPilot
 from penstock.runtime.compiled_stages import compile_stages
 from penstock.runtime.connection import Connection
 from penstock.runtime.grad_norm import Clipping, measure_norm
+from penstock.runtime.loss_line import LossLine
 from penstock.runtime.losses import weigh_losses
 from penstock.runtime.pipeline_checks import (
     as_schedule,
     check_count,
     check_fit,
+    check_grad_scale,
     check_microbatches,
     check_replica_group,
     check_replicas_are_known,
@@ -144,6 +147,7 @@ class Pipeline(Sealed):
             self._meet,
             self._abandon,
         )
+        self._loss_line = LossLine()
         if compile:
             compile_stages(held)  # Last: where anything above raises, no module is changed.
         self._seal(theirs)
@@ -201,6 +205,8 @@ class Pipeline(Sealed):
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        finalize: bool = True,
+        grad_scale: float = 1.0,
         **kwargs: Any,
     ) -> Any:
         """Run one batch forward and backward; return the outputs on the rank of the last stage.
@@ -209,9 +215,25 @@ class Pipeline(Sealed):
         last stage; ranks that do not hold it need not give it. All are cut into microbatches.
         `losses` is filled with the loss of each microbatch, times its weight, so that their mean
         is the loss of the batch. `loss_kwargs` go to `loss_fn` uncut.
+
+        With `finalize=False`, gradients are left for a later step to complete: replicas do not
+        reduce them yet, and `on_grads_ready` is not called. `grad_scale` multiplies the gradients,
+        and not the losses; it counts on the rank of the last stage.
         """
+        check_grad_scale(grad_scale)
+        if finalize is not self._settings.is_final:
+            self._settings = replace(
+                self._settings, is_final=bool(finalize), reduces_grads=bool(finalize)
+            )
         return self._run(
-            self._has_backward, args, kwargs, target, losses, return_outputs, loss_kwargs
+            self._has_backward,
+            args,
+            kwargs,
+            target,
+            losses,
+            return_outputs,
+            loss_kwargs,
+            grad_scale=grad_scale,
         )
 
     def eval(
@@ -221,13 +243,25 @@ class Pipeline(Sealed):
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        over_replicas: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Run one batch forward only, without gradients; take and return what `step` does.
 
-        Losses are computed only if `losses` is given, so outputs alone need no `target`.
+        Losses are computed only if `losses` is given, so outputs alone need no `target`. With
+        `over_replicas`, they are weighed over the batches of all replicas, as in `step`; all
+        replicas must then call it.
         """
-        return self._run(False, args, kwargs, target, losses, return_outputs, loss_kwargs)
+        return self._run(
+            False,
+            args,
+            kwargs,
+            target,
+            losses,
+            return_outputs,
+            loss_kwargs,
+            over_replicas=over_replicas,
+        )
 
     def step_microbatches(
         self,
@@ -281,6 +315,28 @@ class Pipeline(Sealed):
             norm = measure_norm(self._stages, comm, self._first.device, clipping, self._timeout_s)
         return norm.clip()
 
+    def share_loss(self, losses: Sequence[Tensor], *, over_replicas: bool = False) -> Tensor:
+        """Return the mean of a step's `losses`, which the rank of the last stage has, on all ranks.
+
+        All ranks must call it, after a step. With `over_replicas`, it is the mean over all replicas
+        too, which must all call it. It is a tensor of 64 bits, the same on all ranks.
+        """
+        with self._connection.failing_together() as comm:
+            loss = torch.zeros(1, dtype=torch.float64, device=self._first.device)
+            if self._holds_last:
+                loss += torch.stack([each.detach().reshape(()) for each in losses]).mean()
+                for replicas in self._replicas if over_replicas else ():
+                    average_over_replicas_(loss, replicas, self._timeout_s)
+            return self._loss_line.pass_on(comm, self.schedule.placement.ranks[-1], loss)
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return the values of all ranks, on every rank. All ranks must call it.
+
+        `what` says what they gather for, in error messages.
+        """
+        with self._connection.failing_together() as comm:
+            return comm.gather(value, what)
+
     def recording(self) -> Recording:
         """Return the last steps, at most 100, with the times of all ranks on one clock.
 
@@ -331,6 +387,9 @@ class Pipeline(Sealed):
         losses: list[Any] | None,
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
+        *,
+        grad_scale: float = 1.0,
+        over_replicas: bool = False,
     ) -> Any:
         args_spec, kwargs_spec, merge_spec = self._specs
         self._join_run()
@@ -348,14 +407,16 @@ class Pipeline(Sealed):
             batch = Batch(args_split, kwargs_split, targets, loss_kwargs or {})
             loss_weights = LossWeights.alike(self.num_microbatches)
             if has_backward or losses is not None:
-                loss_weights = self._weigh_losses(batch, has_backward, weights=None, are_cut=True)
+                loss_weights = self._weigh_losses(
+                    batch, has_backward or over_replicas, weights=None, are_cut=True
+                ).scaled(grad_scale)
             outputs = self._run_batch(
                 comm, batch, loss_weights, has_backward, losses, return_outputs
             )
             return None if outputs is None else merge_chunks(outputs, merge_spec)
 
     def _weigh_losses(
-        self, batch: Batch, has_backward: bool, *, weights: Any, are_cut: bool
+        self, batch: Batch, over_replicas: bool, *, weights: Any, are_cut: bool
     ) -> LossWeights:
         """Find out how much each microbatch counts; only the rank of the last stage uses it."""
         if not self.scale_grads:
@@ -368,7 +429,7 @@ class Pipeline(Sealed):
             weights=weights,
             rule=self.loss_weight,
             are_cut=are_cut,
-            sum_over=self._sum_over_replicas if has_backward else None,
+            sum_over=self._sum_over_replicas if over_replicas else None,
         )
 
     def _sum_over_replicas(self, total: float) -> tuple[float, int]:

@@ -84,6 +84,15 @@ def check_timeout(timeout: float) -> float:
     return float(timeout)
 
 
+def check_grad_scale(grad_scale: float) -> None:
+    """Raise an error unless gradients can be multiplied by this."""
+    if not isinstance(grad_scale, int | float) or not 0 < grad_scale < math.inf:
+        raise StageError(
+            f"grad_scale is {grad_scale!r}. Expected a positive, finite number, such as 1 / 4 to "
+            "accumulate the gradients of 4 steps."
+        )
+
+
 def check_settings(settings: Settings) -> Settings:
     """Return the settings; raise an error if one is wrong or would be ignored."""
     if not isinstance(settings.scale_grads, bool):

@@ -305,7 +305,7 @@ class Step:
 
     def _backward(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
         flight = self._in_flight.pop((stage.stage_index, mb))
-        if task.completes_grads:
+        if task.completes_grads and self.settings.is_final:
             stage.expect_last_grads()
         grads, pending = self._differentiate(task, stage, mb, flight)
         if flight.loss is not None:
@@ -409,7 +409,7 @@ class Step:
 
     def _backward_weight(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
         pending = self._pending.pop((stage.stage_index, mb))
-        if task.completes_grads:
+        if task.completes_grads and self.settings.is_final:
             stage.expect_last_grads()
         self.observer.memory.arrived((), ())
         self._add_grads(task, stage, pending)
@@ -422,6 +422,8 @@ class Step:
             self._complete(stage)
 
     def _complete(self, stage: PipelineStage) -> None:
+        if not self.settings.is_final:
+            return
         if self.tied is not None and stage.stage_index in self.tied.stages:
             self._awaiting_others.append(stage)
         elif self.settings.on_grads_ready is not None:

@@ -36,6 +36,8 @@ class Settings:
     """True if the outputs of steps without a backward keep their graphs."""
     reduces_grads: bool = True
     """False if the gradients of sharded stages are kept for a later step to reduce."""
+    is_final: bool = True
+    """False if a later step completes all gradients: none is ready, and DDP does not reduce any."""
 
 
 class ActionContext(Protocol):

@@ -1,0 +1,7 @@
+"""From a model to a pipeline that trains it, in one call."""
+
+from penstock.parallel.grad_scaler import GradScaler
+from penstock.parallel.parallel_model import ParallelModel
+from penstock.parallel.parallelizing import parallelize
+
+__all__ = ["GradScaler", "ParallelModel", "parallelize"]

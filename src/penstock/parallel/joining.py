@@ -1,0 +1,34 @@
+"""This process among the others: its process group and its device."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def join_ranks(device: torch.device) -> bool:
+    """Make the process group, unless there is one; return whether it was made.
+
+    The variables of torchrun say who the other processes are. Without them, this process is the
+    only one: a script runs without a launcher too.
+    """
+    if dist.is_initialized():
+        return False
+    backend = "gloo" if device.type == "cpu" else None
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # It is in torch's docs.
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return True
+
+
+def choose_device() -> torch.device:
+    """Return an accelerator if there is one for each process of this machine, else the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if found is None or found.type != "cuda" or torch.accelerator.device_count() < num_here:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.accelerator.set_device_index(index)
+    return torch.device(found.type, index)

@@ -1,0 +1,390 @@
+"""A model that is spread over ranks, and behaves like a module with a step."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.comm import LocalGroup
+from penstock.errors import GradientError, StageError, StepError
+from penstock.ir import Rank, Schedule, StageId
+from penstock.parallel import training_state
+from penstock.parallel.given_inputs import GivenInputs
+from penstock.parallel.grad_scaler import GradScaler
+from penstock.parallel.stage_names import StageNames
+from penstock.parallel.training_state import Saving
+from penstock.runtime import Pipeline
+from penstock.runtime.step_settings import LossFn
+from penstock.sealed import Sealed
+from penstock.stage import PipelineStage
+from penstock.stage.stage_checks import unwrapped
+from penstock.timeline import Recording
+
+
+class ParallelModel(Sealed):
+    """A model spread over the ranks of a pipeline; `penstock.parallelize` makes it.
+
+    Each rank has the parameters of its own stages, under the names that they have in the model.
+    Every rank calls the same methods, with the same batch for all ranks of a pipeline; replicas
+    have batches of their own.
+    """
+
+    settable = ("loss_fn",)
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        names: StageNames,
+        inputs: GivenInputs,
+        optimizers: Mapping[StageId, torch.optim.Optimizer],
+        owns_group: bool,
+    ) -> None:
+        self._pipeline = pipeline
+        self._names = names
+        self._inputs = inputs
+        self._optimizers = dict(optimizers)
+        self._owns_group = owns_group
+        self._has_open_grads = False
+        """True if the last step left gradients for a later one to complete."""
+        self._saving: Saving | None = None
+        self._seal()
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline that runs the steps."""
+        return self._pipeline
+
+    @property
+    def stages(self) -> Mapping[StageId, PipelineStage]:
+        """The stages that this rank holds, by their numbers."""
+        return self._pipeline.stages
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that the next step runs."""
+        return self._pipeline.schedule
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of microbatches that a batch is cut into."""
+        return self._pipeline.num_microbatches
+
+    @property
+    def rank(self) -> Rank:
+        """This rank's number in its pipeline."""
+        return self._first.group_rank
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks in the pipeline."""
+        return self._first.group_size
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's parameters."""
+        return self._first.device
+
+    @property
+    def is_main(self) -> bool:
+        """True on one rank among all, also with several replicas: the one to print and log on."""
+        is_thread = isinstance(self._first.group, LocalGroup)
+        return (self.rank if is_thread else dist.get_rank()) == 0
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that step in the backward, one for each stage that has any."""
+        return tuple(self._optimizers.values())
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """The function that computes a microbatch's loss from its outputs and its target."""
+        return self._pipeline.loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: LossFn | None) -> None:
+        self._pipeline.loss_fn = loss_fn
+
+    def __repr__(self) -> str:
+        held = ", ".join(map(str, self.stages))
+        return (
+            f"ParallelModel(rank {self.rank} of {self.num_ranks}, stages {held} of "
+            f"{self._first.num_stages}, {self.num_microbatches} microbatches)"
+        )
+
+    # 1. Like a module.
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank, for its optimizer."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this rank with their names in the model.
+
+        If two stages of this rank hold copies of one parameter, both are yielded: under different
+        names if it has several, otherwise under the same one.
+        """
+        return self._names.parameters(self._modules)
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of this rank's stages with their names in the model."""
+        for module in self._modules:
+            yield from module.named_buffers()
+
+    @property
+    def training(self) -> bool:
+        """True if the stages are in training mode."""
+        return self._first.submod.training
+
+    def train(self, mode: bool = True) -> "ParallelModel":
+        """Put this rank's stages into training mode, or into evaluation mode."""
+        for stage in self.stages.values():
+            stage.submod.train(mode)
+        return self
+
+    def eval(self) -> "ParallelModel":
+        """Put this rank's stages into evaluation mode."""
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "ParallelModel":
+        """Say whether this rank's parameters are trained."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of this rank's parameters, or set them to zero."""
+        for stage in self.stages.values():
+            stage.submod.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the model's state dict.
+
+        The parts of all ranks together are the whole, so torch.distributed.checkpoint can save
+        and load this object as it is.
+        """
+        state: dict[str, Any] = {}
+        for module in self._modules:
+            state |= module.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of a state dict of the model, or of what `state_dict` returns."""
+        self._names.load(self._modules, state_dict, is_strict=strict)
+
+    # 2. Steps.
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = False,
+        finalize: bool = True,
+        grad_scale: float = 1.0,
+        scaler: GradScaler | None = None,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one batch forward and backward; return its mean loss, on every rank.
+
+        The arguments are those of the model, for a whole batch, and `target` is what `loss_fn`
+        compares the outputs with. `losses` gets the loss of each microbatch, on the rank of the
+        last stage. With `return_outputs`, return the loss and the outputs, which are None on other
+        ranks.
+
+        To accumulate the gradients of several batches, give all steps but the last
+        `finalize=False`, and all of them a `grad_scale` of one over their number: replicas then
+        reduce gradients once. With a `scaler`, the gradients are multiplied by its scale.
+        """
+        if self.loss_fn is None:
+            raise StepError(
+                "this model was parallelized without a loss_fn, so there is nothing to train. "
+                "Give parallelize() a loss_fn, or call predict()."
+            )
+        if scaler is not None:
+            grad_scale *= _scale_of(scaler)
+        found: list[Any] = []
+        args, kwargs = self._inputs.bind(args, kwargs)
+        outputs = self._pipeline.step(
+            *args,
+            target=target,
+            losses=found,
+            return_outputs=return_outputs,
+            loss_kwargs=loss_kwargs,
+            finalize=finalize,
+            grad_scale=grad_scale,
+            **kwargs,
+        )
+        self._has_open_grads = not finalize
+        return self._result(found, losses, outputs, return_outputs)
+
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = False,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one batch forward only, in evaluation mode; take and return what `step` does.
+
+        With replicas, all of them must call it: the loss is the mean over all their batches.
+        """
+        if self.loss_fn is None:
+            raise StepError(
+                "this model was parallelized without a loss_fn, so there is no loss to return. "
+                "Give parallelize() a loss_fn, or call predict()."
+            )
+        found: list[Any] = []
+        args, kwargs = self._inputs.bind(args, kwargs)
+        with self._evaluating():
+            outputs = self._pipeline.eval(
+                *args,
+                target=target,
+                losses=found,
+                return_outputs=return_outputs,
+                loss_kwargs=loss_kwargs,
+                over_replicas=True,
+                **kwargs,
+            )
+        return self._result(found, losses, outputs, return_outputs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one batch forward only, in evaluation mode, without a loss.
+
+        Return the outputs on the rank of the last stage, and None on the others.
+        """
+        args, kwargs = self._inputs.bind(args, kwargs)
+        with self._evaluating():
+            return self._pipeline.eval(*args, **kwargs)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradients of all stages by their global norm, and return that norm.
+
+        All ranks must call it, after a step; all get the same norm, to the last bit.
+        """
+        is_reduced = any(stage.is_reduced for stage in self.stages.values())
+        if self._has_open_grads and is_reduced:
+            raise GradientError(
+                f"rank {self.rank}: the last step had finalize=False, so the gradients of replicas "
+                "are not reduced yet, and their norm is not known. Clip after a step that "
+                "finalizes them."
+            )
+        return self._pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def recording(self) -> Recording:
+        """Return the times of the last steps; `parallelize(..., record=True)` keeps them."""
+        return self._pipeline.recording()
+
+    # 3. Folders.
+
+    def save(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+    ) -> Saving:
+        """Save the weights, the state of the optimizer, and `extra`, which JSON can hold.
+
+        All ranks must call it. The folder is replaced once the new one is complete, and can be
+        loaded by any number of ranks, with any schedule. With `asynchronous`, a copy is written
+        while training goes on; `wait()` of the result waits for the end.
+        """
+        self._finish_saving()
+        optimizers = self._optimizers_to_save(optimizer)
+        saving = training_state.save(
+            Path(folder), self._names, self._pipeline, optimizers, extra or {}, asynchronous
+        )
+        self._saving = saving if asynchronous else None
+        return saving
+
+    def load(
+        self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Load what `save` wrote into this rank's stages and optimizer; return its `extra`."""
+        self._finish_saving()
+        optimizers = self._optimizers_to_save(optimizer)
+        return training_state.load(Path(folder), self._names, self._pipeline, optimizers)
+
+    def close(self) -> None:
+        """End the connections to other ranks, and the process group if `parallelize` made it."""
+        self._finish_saving()
+        self._pipeline.close()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> "ParallelModel":
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:  # Otherwise other ranks may never reach this.
+            self.close()
+
+    @property
+    def _first(self) -> PipelineStage:
+        return next(iter(self.stages.values()))
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [unwrapped(stage.submod) for stage in self.stages.values()]
+
+    def _optimizers_to_save(
+        self, optimizer: torch.optim.Optimizer | None
+    ) -> Sequence[torch.optim.Optimizer]:
+        if optimizer is None:
+            return self.optimizers
+        if self._optimizers:
+            raise StageError(
+                "an optimizer was given, but this model has its own, which step in the backward. "
+                "They are saved and loaded by themselves: leave it out."
+            )
+        return [optimizer]
+
+    def _finish_saving(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def _result(
+        self, found: list[Any], losses: list[Any] | None, outputs: Any, returns_outputs: bool
+    ) -> Any:
+        if losses is not None:
+            losses[:] = found
+        loss = self._pipeline.share_loss(found, over_replicas=True)
+        return (loss, outputs) if returns_outputs else loss
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Put all modules of this rank into evaluation mode, and back into the modes they had."""
+        modules = [m for stage in self.stages.values() for m in stage.submod.modules()]
+        modes = [module.training for module in modules]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+
+
+def _scale_of(scaler: Any) -> float:
+    if not isinstance(scaler, GradScaler):
+        raise StageError(
+            f"scaler is a {type(scaler).__name__}. Expected a penstock.GradScaler: torch's decides "
+            "for each rank alone whether to skip a step."
+        )
+    return scaler.get_scale()
