@@ -1,6 +1,6 @@
 """One batch through the schedule: all state of a step, from its first action to its last."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import NoneType
@@ -94,11 +94,18 @@ class Step:
     _left: list[Task] = field(default_factory=list)
     """The tasks that a custom function still has to run."""
     _made: dict[Message, Payload] = field(default_factory=dict)
+    _arrived: dict[Message, tuple[Form, list[Tensor]]] = field(default_factory=dict)
+    """The messages of other ranks that the next action needs, if the step is watched."""
+    _receive: Callable[[Message], tuple[Form, list[Tensor]]] = field(init=False)
     _in_flight: dict[tuple[StageId, MicrobatchId], _InFlight] = field(default_factory=dict)
     _pending: dict[tuple[StageId, MicrobatchId], WeightBackward] = field(default_factory=dict)
     _outside: OutsideGraphs = field(default_factory=OutsideGraphs)
     _awaiting_others: list[PipelineStage] = field(default_factory=list)
     """Stages whose own gradients are complete, in that order, but whose ties' are not."""
+
+    def __post_init__(self) -> None:
+        is_watched = self.observer is not UNWATCHED
+        self._receive = self._arrived.pop if is_watched else self.mailbox.receive
 
     def run_all(self) -> None:
         """Run the program, from its first action to its last."""
@@ -108,6 +115,7 @@ class Step:
             for index, stage in self.stages.items():
                 stage.begin_step(is_scheduled=index in self.program.gathered)
         custom = self.settings.custom_functions
+        run = self._run_task
         for entry in self.program.entries:
             self.current = action = entry.action
             if entry.tasks:
@@ -115,20 +123,25 @@ class Step:
                     self._run_custom(entry, function)
                 else:
                     for task in entry.tasks:
-                        self._run(task)
+                        run(task)
             elif isinstance(action, Send):
                 self._send(action)
             elif isinstance(action, SHARDING_TYPES):
-                self._gather_or_reduce(action)
+                with self.observer.ranges.sharding(action):
+                    self._gather_or_reduce(action)
         self.current = None
-        self.mailbox.finish()
-        for stage in self.stages.values():
-            stage.end_step()
+        ranges = self.observer.ranges
+        with ranges.ending("wait for the end of all sends"):
+            self.mailbox.finish()
+        with ranges.ending("wait for the end of all reductions"):
+            for stage in self.stages.values():
+                stage.end_step()
         with _without_autocast():
             self._outside.backward()
             if self.tied is not None:
                 # Last, since the caller's graph may also lead to a tied parameter.
-                self.tied.exchange()
+                with ranges.ending("exchange tied gradients"):
+                    self.tied.exchange()
                 if self.settings.on_grads_ready is not None:
                     for stage in self._awaiting_others:
                         self.settings.on_grads_ready(stage)
@@ -143,7 +156,7 @@ class Step:
             )
         for task in tasks:
             self._left.remove(task)
-            self._run(task)
+            self._run_task(task)
 
     def made_by(self, task: Task) -> Sequence[Leaves]:
         """Return what a task made for other stages, before it is sent."""
@@ -168,9 +181,12 @@ class Step:
     def _send(self, action: Send) -> None:
         message = action.message
         leaves, structure = self._made.pop(message)
-        self.mailbox.send(message, leaves, structure)
-        if self.observer is not UNWATCHED:
-            self.observer.clock.end(action)
+        if self.observer is UNWATCHED:
+            self.mailbox.send(message, leaves, structure)
+            return
+        with self.observer.ranges.sending(action):
+            self.mailbox.send(message, leaves, structure)
+        self.observer.clock.end(action)
 
     def _gather_or_reduce(self, action: Sharding) -> None:
         stage = self.stages[action.stage]
@@ -192,6 +208,22 @@ class Step:
                         self._complete(stage)
                 self.observer.clock.start(action, stage.endings)
 
+    @property
+    def _run_task(self) -> Callable[[Task], None]:
+        return self._run if self.observer is UNWATCHED else self._run_watched
+
+    def _run_watched(self, task: Task) -> None:
+        """Wait for the messages of a task first, so that the observer sees it apart from that."""
+        observer = self.observer
+        for message in task.needs:
+            if message not in self._made:
+                with observer.ranges.waiting(message):
+                    self._arrived[message] = self.mailbox.receive(message)
+        with observer.ranges.computing(task.action):
+            self._run(task)
+        observer.clock.end(task.action)
+        observer.memory.computed(task, self)
+
     def _run(self, task: Task) -> None:
         action = task.action
         stage = self.stages[action.stage]
@@ -202,9 +234,6 @@ class Step:
                 self._run_backward(task, stage, action)
         else:
             self._run_backward(task, stage, action)
-        if self.observer is not UNWATCHED:
-            self.observer.clock.end(action)
-            self.observer.memory.computed(task, self)
 
     def _run_backward(self, task: Task, stage: PipelineStage, action: SingleCompute) -> None:
         if isinstance(action, BackwardWeight):
@@ -264,12 +293,20 @@ class Step:
             return None, payloads
         loss = None
         if self.needs_losses:
-            with self.observer.memory.watching(stage, outputs):
-                loss = self.losses.compute(mb, outputs)
+            loss = self._compute_loss(stage, mb, outputs)
         if self.keeps_outputs:
             kept = waited if self.settings.keeps_graphs else values_of
             self.outputs[mb] = pytree.tree_map_only(Tensor, kept, outputs)
         return loss, []
+
+    def _compute_loss(self, stage: PipelineStage, mb: MicrobatchId, outputs: Any) -> Tensor | None:
+        if self.observer is UNWATCHED:
+            return self.losses.compute(mb, outputs)
+        with (
+            self.observer.ranges.loss(stage.stage_index, mb),
+            self.observer.memory.watching(stage, outputs),
+        ):
+            return self.losses.compute(mb, outputs)
 
     def _hand_over(self, leaves: Leaves, stage: PipelineStage, mb: MicrobatchId) -> None:
         """Prepare outputs for a stage of this rank; raise an error if gradients would be lost."""
@@ -291,7 +328,7 @@ class Step:
             leaves = self.observer.memory.take_over(made[0])
             own = [stand_in_for(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             return own, unflatten(own, made[1])
-        form, tensors = self.mailbox.receive(message)
+        form, tensors = self._receive(message)
         if not form.are_plain:
             stage = self.stages[message.taker]
             tensors = [
@@ -383,7 +420,7 @@ class Step:
         if made is not None:
             grads = made[0]
         else:
-            form, tensors = self.mailbox.receive(message)
+            form, tensors = self._receive(message)
             if form.are_plain:
                 grads = cast(list[Tensor | None], tensors)
             else:

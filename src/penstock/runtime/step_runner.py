@@ -1,6 +1,7 @@
 """Run the steps of a pipeline: with their programs and observers, and the next schedule."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.comm import AbstractComm, LocalGroup, check_agreement
@@ -14,6 +15,7 @@ from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
 from penstock.runtime.losses import Losses
 from penstock.runtime.measuring.action_times import Meter
 from penstock.runtime.measuring.observer import UNWATCHED, Observer
+from penstock.runtime.measuring.profiler_ranges import ProfilerRanges
 from penstock.runtime.messages.foreseen_forms import foresee_forms
 from penstock.runtime.messages.forms import Form
 from penstock.runtime.messages.mailbox import Mailbox
@@ -37,6 +39,7 @@ from penstock.runtime.step import Step
 from penstock.runtime.step_settings import Batch, Settings
 from penstock.runtime.tied_parameters import TiedGrads, Ties, tie
 from penstock.stage import PipelineStage
+from penstock.torch_private import is_profiling
 
 
 class StepRunner:
@@ -155,6 +158,8 @@ class StepRunner:
         observer = UNWATCHED if pilot is None else pilot.make_observer()
         if observer is UNWATCHED and recorders:
             observer = Observer(Meter(self._first.device))
+        if is_profiling():
+            observer = replace(observer, ranges=ProfilerRanges())
         is_tied = has_backward and self._ties.stages
         step = Step(
             program=program,

@@ -90,6 +90,7 @@ NAMES = (
     "torch._ops:OpOverload",
     "torch.autograd.forward_ad:_current_level",
     "torch.autograd.graph:_engine_run_backward",
+    "torch.autograd.profiler:_is_profiler_enabled",
     "torch._subclasses.fake_tensor:DataDependentOutputException",
     "torch._subclasses.fake_tensor:DynamicOutputShapeException",
     "torch._subclasses.fake_tensor:FakeTensorMode",
@@ -526,3 +527,14 @@ def calling_at_checkpoints(note: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         setattr(torch.utils.checkpoint, name, original)
+
+
+# 8. The profiler.
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler of torch runs in any thread of this process.
+
+    Ranges are entered only then, since entering one takes microseconds. Public: none.
+    """
+    return torch.autograd.profiler._is_profiler_enabled

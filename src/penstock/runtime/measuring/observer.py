@@ -1,4 +1,4 @@
-"""The observer of a step: a clock, and a count of the memory that the step holds."""
+"""The observer of a step: a clock, a count of the memory it holds, and names for its parts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from penstock.comm.abstract_comm import Describe, Transfer
-from penstock.ir import Message, ReduceGrads, Reshard, Send, Unshard
-from penstock.ir.action import SingleCompute
+from penstock.ir import Message, MicrobatchId, ReduceGrads, Reshard, Send, StageId, Unshard
+from penstock.ir.action import Sharding, SingleCompute
 from penstock.ir.dataflow import Dataflow
 from penstock.runtime.program import Task
 from penstock.stage import PipelineStage
@@ -77,6 +77,34 @@ class AbstractMemoryCount(ABC):
         """Note that a task is done."""
 
 
+class AbstractRanges(ABC):
+    """Contexts for the parts of a step, which give them names for whoever profiles it."""
+
+    @abstractmethod
+    def computing(self, action: SingleCompute) -> AbstractContextManager[Any]:
+        """Return a context for a forward or backward, from the arrival of its messages on."""
+
+    @abstractmethod
+    def sharding(self, action: Sharding) -> AbstractContextManager[Any]:
+        """Return a context for the start of a gather or reduction, or for a free."""
+
+    @abstractmethod
+    def sending(self, action: Send) -> AbstractContextManager[Any]:
+        """Return a context for handing a message to its channel."""
+
+    @abstractmethod
+    def waiting(self, message: Message) -> AbstractContextManager[Any]:
+        """Return a context for the wait for a message of another rank."""
+
+    @abstractmethod
+    def loss(self, stage: StageId, mb: MicrobatchId) -> AbstractContextManager[Any]:
+        """Return a context for the loss of a microbatch, which is a part of its forward."""
+
+    @abstractmethod
+    def ending(self, what: str) -> AbstractContextManager[Any]:
+        """Return a context for something at the end of the step."""
+
+
 class NoClock(AbstractClock):
     """A clock that waits, and notes nothing."""
 
@@ -113,19 +141,43 @@ class NoMemoryCount(AbstractMemoryCount):
         pass
 
 
+class NoRanges(AbstractRanges):
+    """Contexts that do nothing."""
+
+    def computing(self, action: SingleCompute) -> AbstractContextManager[Any]:
+        return _NAMELESS
+
+    def sharding(self, action: Sharding) -> AbstractContextManager[Any]:
+        return _NAMELESS
+
+    def sending(self, action: Send) -> AbstractContextManager[Any]:
+        return _NAMELESS
+
+    def waiting(self, message: Message) -> AbstractContextManager[Any]:
+        return _NAMELESS
+
+    def loss(self, stage: StageId, mb: MicrobatchId) -> AbstractContextManager[Any]:
+        return _NAMELESS
+
+    def ending(self, what: str) -> AbstractContextManager[Any]:
+        return _NAMELESS
+
+
 def note_nothing(outputs: Any) -> None:
     """Ignore the outputs of a stage: its operations are watched, or nothing is."""
 
 
 _WATCHES_NOTHING: AbstractContextManager[Note] = nullcontext(note_nothing)
+_NAMELESS: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """A clock and a memory count for one step. Counting is slow, so timed steps do without."""
+    """What watches one step. Counting memory is slow, so timed steps do without."""
 
     clock: AbstractClock = field(default_factory=NoClock)
     memory: AbstractMemoryCount = field(default_factory=NoMemoryCount)
+    ranges: AbstractRanges = field(default_factory=NoRanges)
 
 
 UNWATCHED = Observer()
