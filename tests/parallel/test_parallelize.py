@@ -1,0 +1,289 @@
+"""One call spreads a model over ranks, and it trains as the whole model does."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import (
+    AgreementError,
+    MicrobatchError,
+    PartitionError,
+    ScheduleError,
+    StageError,
+    StepError,
+)
+from spread_models import (
+    NUM_MICROBATCHES,
+    Decoder,
+    assert_trained_alike,
+    loss_of,
+    make_batch,
+    make_decoder,
+    on_ranks,
+    whole_step,
+)
+
+
+def train(
+    pipe: penstock.ParallelModel, num_steps: int = 3
+) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    losses = []
+    for step in range(num_steps):
+        tokens, target = make_batch(step)
+        optimizer.zero_grad()
+        losses.append(pipe.step(tokens, target=target).item())
+        optimizer.step()
+    return losses, pipe.state_dict()
+
+
+def train_whole(model: nn.Module, num_steps: int = 3) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        losses.append(whole_step(model, *make_batch(step)))
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule"), [(1, "ZB-V"), (2, "ZB-V"), (4, "1F1B"), (2, "auto"), (3, "GPipe")]
+)
+def test_training_equals_that_of_the_whole_model(
+    num_ranks: int, schedule: str, is_tied: bool
+) -> None:
+    model = make_decoder(is_tied=is_tied)
+    found = on_ranks(num_ranks, train, model, schedule=schedule)
+    expected = train_whole(model)
+    for losses, _ in found:
+        assert expected == pytest.approx(losses, rel=1e-13)
+    assert 1 == len({tuple(losses) for losses, _ in found})
+    assert_trained_alike(model, [state for _, state in found])
+
+
+def test_schedule_can_be_given_as_a_value() -> None:
+    schedule = penstock.schedules.get("ZB-H1")(num_ranks=2, num_microbatches=4)
+    model = make_decoder()
+    found = on_ranks(2, train, model, schedule=schedule, num_microbatches=None)
+    assert train_whole(model) == pytest.approx(found[0][0], rel=1e-13)
+
+
+def test_cut_can_be_given_by_names_or_as_a_cut_model() -> None:
+    tokens, _ = make_batch()
+    spec = {"blocks.2": penstock.SplitPoint.BEGINNING}
+
+    def first_names(pipe: penstock.ParallelModel) -> set[str]:
+        return {name.split(".")[1] for name, _ in pipe.named_parameters() if "blocks" in name}
+
+    for cut in (["blocks.2"], spec, penstock.cut(make_decoder(), (tokens[:2],), split_spec=spec)):
+        found = on_ranks(2, first_names, make_decoder(), schedule="1F1B", cut=copy.deepcopy(cut))
+        assert [{"0", "1"}, {"2", "3", "4", "5", "6", "7"}] == found
+
+
+def test_names_are_the_models_own_and_copies_on_one_rank_have_their_own() -> None:
+    model = make_decoder()
+
+    def names(pipe: penstock.ParallelModel) -> list[str]:
+        return [name for name, _ in pipe.named_parameters()]
+
+    first, second = on_ranks(2, names, model)
+    assert len(set(first)) == len(first)
+    assert {"embedding.weight", "head.weight"} <= set(first)  # Both are on rank 0, in a V.
+    assert {name for name, _ in model.named_parameters(remove_duplicate=False)} == {
+        *first,
+        *second,
+    }
+
+
+def test_keyword_arguments_and_dicts_are_examples_too() -> None:
+    tokens, target = make_batch()
+
+    def main(group: penstock.LocalGroup) -> float:
+        pipe = penstock.parallelize(
+            make_decoder(), {"tokens": tokens}, loss_fn=loss_of, num_microbatches=4, group=group
+        )
+        return pipe.step(tokens=tokens, target=target).item()
+
+    expected = whole_step(make_decoder(), tokens, target)
+    assert [expected, expected] == pytest.approx(penstock.local_ranks(2, main), rel=1e-13)
+
+
+class WithLoss(nn.Module):
+    """A model that computes its own loss, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = make_decoder()
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.decoder(tokens)
+        return {"logits": logits} if labels is None else {"loss": loss_of(logits, labels)}
+
+
+def test_model_may_compute_its_own_loss() -> None:
+    tokens, target = make_batch()
+
+    def main(group: penstock.LocalGroup) -> float:
+        pipe = penstock.parallelize(
+            WithLoss(),
+            {"tokens": tokens, "labels": target},
+            loss_fn="model",
+            num_microbatches=4,
+            group=group,
+        )
+        return pipe.step(tokens=tokens, labels=target).item()
+
+    expected = whole_step(make_decoder(), tokens, target)
+    assert [expected, expected] == pytest.approx(penstock.local_ranks(2, main), rel=1e-13)
+
+
+def test_model_without_a_loss_of_its_own_is_refused() -> None:
+    tokens, _ = make_batch()
+
+    def main(group: penstock.LocalGroup) -> None:
+        pipe = penstock.parallelize(
+            WithLoss(), {"tokens": tokens}, loss_fn="model", num_microbatches=4, group=group
+        )
+        pipe.step(tokens=tokens)
+
+    with pytest.raises(StageError, match=r"loss_fn is 'model', but the model returned a dict with"):
+        penstock.local_ranks(2, main)
+
+
+def test_model_that_cannot_be_traced_is_cut_between_its_modules() -> None:
+    class Odd(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else super().forward(x) * 2
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Odd(4, 4) for _ in range(4))).double()
+    x, target = torch.randn(2, 8, 4, dtype=torch.float64)
+
+    def main(group: penstock.LocalGroup) -> list[Tensor]:
+        pipe = penstock.parallelize(
+            copy.deepcopy(model), x, loss_fn=nn.functional.mse_loss, num_microbatches=4, group=group
+        )
+        pipe.step(x, target=target)
+        return [weight.grad for weight in pipe.parameters()]
+
+    found = penstock.local_ranks(2, main)
+    for part, wanted in zip(x.chunk(4), target.chunk(4), strict=True):
+        (nn.functional.mse_loss(model(part), wanted) / 4).backward()
+    expected = {weight.grad.sum().item() for weight in model.parameters()}
+    assert expected == {grad.sum().item() for grads in found for grad in grads}
+
+
+def test_other_ranks_parameters_leave_the_model() -> None:
+    """Only where ranks are processes: here, they would share one model."""
+    model = make_decoder(is_tied=False)
+    kept = penstock.local_ranks(2, lambda group: spread_and_look(group, model))
+    assert [True, True] == kept
+
+
+def spread_and_look(group: penstock.LocalGroup, model: Decoder) -> bool:
+    tokens, _ = make_batch()
+    penstock.parallelize(model, (tokens,), loss_fn=loss_of, num_microbatches=4, group=group)
+    return not any(weight.is_meta for weight in model.parameters())
+
+
+def test_number_of_microbatches_is_chosen_by_the_batch() -> None:
+    def count(pipe: penstock.ParallelModel) -> int:
+        return pipe.num_microbatches
+
+    assert [4, 4] == on_ranks(2, count, make_decoder(), num_microbatches=None)
+    assert [4, 4, 4] == on_ranks(3, count, make_decoder(), num_microbatches=None)
+
+
+def test_tied_copies_that_differ_are_refused() -> None:
+    def main(group: penstock.LocalGroup) -> None:
+        tokens, _ = make_batch()
+        torch.manual_seed(group.rank)
+        penstock.parallelize(
+            Decoder(),
+            (tokens,),
+            loss_fn=loss_of,
+            schedule="1F1B",
+            num_microbatches=4,
+            group=group,
+        )
+
+    with pytest.raises(AgreementError, match=r"'embedding.weight' has other values as .*rank 1"):
+        penstock.local_ranks(2, main)
+
+
+def test_representation_shows_the_part_of_the_rank() -> None:
+    found = on_ranks(2, repr, make_decoder())
+    assert "ParallelModel(rank 1 of 2, stages 1, 2 of 4, 4 microbatches)" == found[1]
+
+
+def test_assignment_without_effect_is_refused() -> None:
+    def assign(pipe: penstock.ParallelModel) -> None:
+        pipe.num_microbatches = 3  # type: ignore[misc]
+
+    with pytest.raises(AttributeError, match="num_microbatches of a ParallelModel cannot be"):
+        on_ranks(1, assign, make_decoder())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"num_microbatches": 3},
+            MicrobatchError,
+            "a batch of 8, which cannot be cut into 3 equal",
+        ),
+        ({"cut": "blocks.2"}, StageError, r"cut is 'blocks.2'. Expected names of modules"),
+        ({"cut": ["blocks.2"]}, StageError, "was cut into 2 stages, but the schedule has 4 on 2"),
+        ({"cut": 3}, StageError, "cut is a int. Expected names of modules at which stages begin"),
+        ({"cut": ["nowhere"]}, PartitionError, "nowhere"),
+        ({"fsdp_options": {"offload_policy": None}}, StageError, "but nothing is sharded"),
+        ({"tp_plan": {"head": None}}, StageError, "tensor parallelism needs both a mesh"),
+        ({"schedule": "ZB-X"}, ScheduleError, "ZB-X"),
+        ({"mesh": "pp"}, StageError, "mesh and group were both given"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    options: dict[str, object], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        on_ranks(2, train, make_decoder(), **options)
+
+
+def test_schedule_for_other_numbers_is_refused() -> None:
+    schedule = penstock.schedules.get("ZB-H1")(num_ranks=3, num_microbatches=4)
+    with pytest.raises(ScheduleError, match="the number of ranks is 2, but the schedule is for 3"):
+        on_ranks(2, train, make_decoder(), schedule=schedule)
+    schedule = penstock.schedules.get("ZB-H1")(num_ranks=2, num_microbatches=8)
+    with pytest.raises(ScheduleError, match="num_microbatches is 4, but the schedule is for 8"):
+        on_ranks(2, train, make_decoder(), schedule=schedule)
+
+
+def test_example_without_a_batch_is_refused() -> None:
+    with pytest.raises(MicrobatchError, match="example has no tensor that could be cut"):
+        penstock.local_ranks(1, lambda group: penstock.parallelize(make_decoder(), group=group))
+    both = {"example": {"tokens": make_batch()[0]}, "example_kwargs": {}}
+    with pytest.raises(StageError, match="example is a dict of keyword arguments, and"):
+        penstock.local_ranks(
+            1, lambda group: penstock.parallelize(make_decoder(), group=group, **both)
+        )
+
+
+def test_without_a_loss_the_model_only_predicts() -> None:
+    tokens, target = make_batch()
+
+    def predict(pipe: penstock.ParallelModel) -> Tensor | None:
+        return pipe.predict(tokens)
+
+    model = make_decoder()
+    first, second = on_ranks(2, predict, model, loss_fn=None)
+    assert torch.equal(torch.cat([model(part) for part in tokens.chunk(NUM_MICROBATCHES)]), first)
+    assert second is None
+    with pytest.raises(StepError, match="without a loss_fn, so there is nothing to train"):
+        on_ranks(1, lambda pipe: pipe.step(tokens, target=target), model, loss_fn=None)
+    with pytest.raises(StepError, match="without a loss_fn, so there is no loss to return"):
+        on_ranks(1, lambda pipe: pipe.evaluate(tokens, target=target), model, loss_fn=None)

@@ -1,0 +1,188 @@
+"""A training is saved, and goes on with another number of ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import CheckpointError, StageError
+from spread_models import assert_trained_alike, make_batch, make_decoder, on_cut_ranks, whole_step
+
+Pipe = penstock.ParallelModel
+
+
+def groups(named: Any) -> list[dict[str, Any]]:
+    """Norms and biases without decay, as is usual."""
+    decayed, others = [], []
+    for name, weight in named:
+        (decayed if weight.dim() > 1 else others).append((name, weight))
+    found = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0, "lr": 0.005},
+    ]
+    return [group for group in found if group["params"]]  # A rank may have only weights.
+
+
+def train(pipe: Pipe, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        tokens, target = make_batch(step)
+        optimizer.zero_grad()
+        pipe.step(tokens, target=target)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
+def test_training_goes_on_with_other_ranks(
+    before: int, after: int, kind: Any, tmp_path: Path
+) -> None:
+    options = {"lr": 0.01} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
+
+    def begin(pipe: Pipe) -> None:
+        optimizer = kind(groups(pipe.named_parameters()), **options)
+        train(pipe, optimizer, range(2))
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5  # As a scheduler would.
+        pipe.save(tmp_path / "state", optimizer, extra={"step": 2, "words": ["a"]})
+
+    def go_on(pipe: Pipe) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        pipe.load_state_dict({name: x + 1 for name, x in pipe.state_dict().items()})
+        optimizer = kind(groups(pipe.named_parameters()), **options)
+        extra = pipe.load(tmp_path / "state", optimizer)
+        train(pipe, optimizer, range(2, 4))
+        return extra, pipe.state_dict()
+
+    model = make_decoder()
+    on_cut_ranks(before, begin, model)
+    found = on_cut_ranks(after, go_on, model, schedule="1F1B")
+    optimizer = kind(groups(model.named_parameters()), **options)
+    for step in range(4):
+        if step == 2:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+        optimizer.zero_grad()
+        whole_step(model, *make_batch(step))
+        optimizer.step()
+    assert [{"step": 2, "words": ["a"]}] * after == [extra for extra, _ in found]
+    assert_trained_alike(model, [state for _, state in found])
+    assert ["state"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_folder_loads_into_the_whole_model(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    def save(pipe: Pipe) -> None:
+        pipe.load_state_dict({name: x + 1 for name, x in pipe.state_dict().items()})
+        pipe.save(tmp_path / "state")
+
+    model = make_decoder()
+    expected = {name: x + 1 for name, x in model.state_dict().items()}
+    on_cut_ranks(2, save, model)
+    with pytest.warns(UserWarning, match=r"torch\.distributed is"):
+        dcp.load({"model": (state := model.state_dict())}, checkpoint_id=tmp_path / "state")
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_weights_load_without_an_optimizer(tmp_path: Path) -> None:
+    def save(pipe: Pipe) -> None:
+        pipe.save(tmp_path / "state")
+
+    def load(pipe: Pipe) -> dict[str, Any]:
+        extra = pipe.load(tmp_path / "state")
+        with pytest.raises(CheckpointError, match="has no state of an optimizer for"):
+            pipe.load(tmp_path / "state", torch.optim.AdamW(pipe.parameters()))
+        return extra
+
+    on_cut_ranks(2, save, make_decoder())
+    assert [{}, {}] == on_cut_ranks(2, load, make_decoder())
+
+
+def test_optimizers_in_the_backward_are_saved_by_themselves(tmp_path: Path) -> None:
+    def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(named, lr=0.01)
+
+    def run(pipe: Pipe, steps: range) -> dict[str, Tensor]:
+        if steps.start:
+            pipe.load(tmp_path / "state")
+        for step in steps:
+            tokens, target = make_batch(step)
+            pipe.step(tokens, target=target)
+        pipe.save(tmp_path / "state")
+        with pytest.raises(StageError, match="this model has its own, which step in the backward"):
+            pipe.save(tmp_path / "other", torch.optim.AdamW(pipe.parameters()))
+        return pipe.state_dict()
+
+    model = make_decoder()
+    options = {"optimizer_in_backward": make}
+    on_cut_ranks(2, lambda pipe: run(pipe, range(2)), model, **options)
+    found = on_cut_ranks(3, lambda pipe: run(pipe, range(2, 4)), model, schedule="1F1B", **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        whole_step(model, *make_batch(step))
+        optimizer.step()
+    assert_trained_alike(model, found)
+
+
+def test_old_folder_stays_if_the_new_one_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def save(pipe: Pipe) -> None:
+        pipe.save(tmp_path / "file" / "state")
+
+    with pytest.raises(CheckpointError, match=r"state could not be written: NotADirectoryError"):
+        on_cut_ranks(2, save, make_decoder())
+
+
+@pytest.mark.parametrize(
+    ("break_it", "text"),
+    [
+        (lambda folder: (folder / "training.json").unlink(), "cannot be loaded: FileNotFoundError"),
+        (lambda folder: (folder / "training.json").write_text("{"), "JSONDecodeError"),
+        (lambda folder: (folder / "training.json").write_text("[]"), "TypeError"),
+        (lambda folder: (folder / ".metadata").unlink(), "cannot be loaded: FileNotFoundError"),
+        (
+            lambda folder: (folder / "training.json").write_text(json.dumps({"format": "x"})),
+            "it has another format",
+        ),
+    ],
+)
+def test_folder_that_is_not_whole_is_refused(break_it: Any, text: str, tmp_path: Path) -> None:
+    def save(pipe: Pipe) -> None:
+        pipe.save(tmp_path / "state")
+
+    on_cut_ranks(1, save, make_decoder())
+    break_it(tmp_path / "state")
+    with pytest.raises(CheckpointError, match=text):
+        on_cut_ranks(1, lambda pipe: pipe.load(tmp_path / "state"), make_decoder())
+
+
+def test_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    on_cut_ranks(1, lambda pipe: [pipe.save(tmp_path / "state"), None][1], make_decoder())
+    smaller = make_decoder()
+    del smaller.blocks[7]
+    with pytest.raises(CheckpointError, match=r"has 'blocks.7.\S+', which the model does not have"):
+        on_cut_ranks(1, lambda pipe: pipe.load(tmp_path / "state"), smaller)
+    wider = make_decoder()
+    wider.blocks[0].up = nn.Linear(8, 8).double()
+    wider.blocks[0].down = nn.Linear(8, 8).double()
+    with pytest.raises(CheckpointError, match="Size mismatch"):
+        on_cut_ranks(1, lambda pipe: pipe.load(tmp_path / "state"), wider)
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    def save(pipe: Pipe) -> None:
+        with pytest.raises(CheckpointError, match="extra, or a setting of the optimizer, cannot"):
+            pipe.save(tmp_path / "state", extra={"object": object()})
+        with pytest.raises(CheckpointError, match="a parameter that is not one of this rank's"):
+            pipe.save(tmp_path / "state", torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1))
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1)
+        optimizer.state[next(pipe.parameters())]["odd"] = "a text"
+        with pytest.raises(CheckpointError, match=r"keeps 'odd' of '\w+.weight' as a str"):
+            pipe.save(tmp_path / "state", optimizer)
+
+    on_cut_ranks(1, save, make_decoder())
