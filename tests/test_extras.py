@@ -22,6 +22,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 ALLOWED = {
     "cli": {"matplotlib", "rich", "typer"},
     "draw": {"matplotlib", "rich"},
+    "parallel": {"peft", "safetensors", "transformers"},
     "solver": {"ortools"},
     "studio": {"anyio", "starlette", "uvicorn"},
 }
@@ -49,6 +50,7 @@ def test_install_without_extras_brings_torch_and_numpy() -> None:
         ("cli", {"rich", "typer"}),
         ("draw", {"matplotlib", "rich"}),
         ("exact", {"ortools"}),
+        ("hf", {"peft", "safetensors", "transformers"}),
         ("studio", {"anyio", "matplotlib", "rich", "starlette", "typer", "uvicorn"}),
     ],
 )

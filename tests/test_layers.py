@@ -36,8 +36,8 @@ MAY_USE = {
     "compat": "torch torch_private replacing ir schedules passes sealed backward comm microbatches"
     " stage cutting runtime",
     "planning": "torch torch_private ir costs passes solver partition microbatches cutting",
-    "parallel": "torch torch_private ir schedules timeline sealed comm microbatches stage cutting"
-    " runtime",
+    "parallel": "torch torch_private extras ir schedules timeline sealed comm microbatches stage"
+    " cutting runtime",
     "training": "torch ir schedules timeline comm stage cutting runtime",
     "cli": "torch torch_private extras ir costs schedules passes timeline sim solver draw studio"
     " planning training replacing",

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from penstock.microbatches import Replicate as Replicate
     from penstock.parallel import GradScaler as GradScaler
     from penstock.parallel import ParallelModel as ParallelModel
+    from penstock.parallel import load_pretrained as load_pretrained
     from penstock.parallel import parallelize as parallelize
     from penstock.planning import Plan as Plan
     from penstock.planning import plan as plan
@@ -100,6 +101,7 @@ _OWN_NAMES = {
     "count_layers": "cutting",
     "cut": "cutting",
     "cut_between_modules": "cutting",
+    "load_pretrained": "parallel",
     "local_ranks": "comm",
     "measure_costs": "runtime",
     "measure_layers": "cutting",

@@ -3,5 +3,6 @@
 from penstock.parallel.grad_scaler import GradScaler
 from penstock.parallel.parallel_model import ParallelModel
 from penstock.parallel.parallelizing import parallelize
+from penstock.parallel.pretrained import Pretrained, load_pretrained
 
-__all__ = ["GradScaler", "ParallelModel", "parallelize"]
+__all__ = ["GradScaler", "ParallelModel", "Pretrained", "load_pretrained", "parallelize"]

@@ -67,6 +67,14 @@ class MeshDims:
             return self.pipeline.get_local_rank(), self.pipeline.size()
         return dist.get_rank(self.pipeline), dist.get_world_size(self.pipeline)
 
+    @property
+    def peer_groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that hold this rank's stages too, or shards of them: a group by dimension."""
+        meshes = (self.replicas, self.shards, self.tensor)
+        return [
+            mesh.get_group(dim) for mesh in meshes if mesh is not None for dim in range(mesh.ndim)
+        ]
+
 
 def _by_meaning(mesh: DeviceMesh) -> dict[str, str]:
     """Return the names of the dimensions, by what they are for."""

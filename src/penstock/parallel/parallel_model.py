@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.comm import LocalGroup
-from penstock.errors import GradientError, StageError, StepError
+from penstock.comm.pipelines_together import Peers
+from penstock.errors import GradientError, PretrainedError, StageError, StepError
 from penstock.ir import Rank, Schedule, StageId
 from penstock.parallel import training_state
 from penstock.parallel.given_inputs import GivenInputs
 from penstock.parallel.grad_scaler import GradScaler
+from penstock.parallel.saved_folder import SavedModel, write_pretrained
 from penstock.parallel.stage_names import StageNames
 from penstock.parallel.training_state import Saving
 from penstock.runtime import Pipeline
@@ -43,8 +45,13 @@ class ParallelModel(Sealed):
         inputs: GivenInputs,
         optimizers: Mapping[StageId, torch.optim.Optimizer],
         owns_group: bool,
+        saved: SavedModel | None,
+        peers: Peers,
     ) -> None:
         self._pipeline = pipeline
+        self._saved = saved
+        self._peers = peers
+        """The ranks that hold the same stages, or shards of them, in other pipelines."""
         self._names = names
         self._inputs = inputs
         self._optimizers = dict(optimizers)
@@ -320,6 +327,35 @@ class ParallelModel(Sealed):
         self._finish_saving()
         optimizers = self._optimizers_to_save(optimizer)
         return training_state.load(Path(folder), self._names, self._pipeline, optimizers)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the model to a folder that `from_pretrained` of transformers loads.
+
+        All ranks must call it, and each writes its own stages, to a folder that all of them share.
+        The folder is replaced once the new one is complete; other files in it stay. Of a model with
+        an adapter, only the adapter is written, as PEFT does it.
+        """
+        self._finish_saving()
+        if self._saved is None:
+            raise PretrainedError(
+                "this model is not one of transformers or PEFT, which say how a folder is written. "
+                "Save it with pipe.save(folder), or its parts of the state_dict() yourself."
+            )
+        is_writer = all(dist.get_rank(group) == 0 for group in self._peers.groups)
+        stages = self.stages.items()
+        write_pretrained(
+            folder,
+            self._saved,
+            {index: unwrapped(stage.submod).state_dict() for index, stage in stages},
+            gather=self._gather_from_all,
+            is_first=is_writer and self.rank == 0,
+            is_writer=is_writer,
+        )
+
+    def _gather_from_all(self, value: Any, what: str) -> list[Any]:
+        """Return the values of all ranks of all pipelines that hold the same stages."""
+        found = self._pipeline.gather(value, what)
+        return [value for row in self._peers.gather(found, what) for value in row]
 
     def close(self) -> None:
         """End the connections to other ranks, and the process group if `parallelize` made it."""

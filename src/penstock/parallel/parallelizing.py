@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.comm import LocalGroup
+from penstock.comm.pipelines_together import Peers
 from penstock.cutting import Balanced, CutModel, SplitPoint, cut_any
 from penstock.cutting import cut as trace_and_cut
 from penstock.errors import MicrobatchError, StageError
@@ -19,6 +20,8 @@ from penstock.parallel.given_inputs import GivenInputs
 from penstock.parallel.joining import choose_device, join_ranks
 from penstock.parallel.mesh_dims import MeshDims
 from penstock.parallel.parallel_model import ParallelModel
+from penstock.parallel.pretrained import Pretrained
+from penstock.parallel.saved_folder import SavedModel
 from penstock.parallel.schedule_choice import Choice, choose_schedule
 from penstock.parallel.spreading import Spreading, names_of_modules
 from penstock.parallel.stage_names import StageNames
@@ -26,7 +29,7 @@ from penstock.parallel.tied_values import check_tied_values
 from penstock.runtime import Auto, Pipeline
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.step_settings import LossFn
-from penstock.stage import Group, PipelineStage
+from penstock.stage import Group, GroupOrMesh, PipelineStage
 from penstock.stage.stage_checks import unwrapped
 from penstock.torch_private import pytree
 
@@ -36,7 +39,7 @@ MakeOptimizer: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], torch.opti
 
 
 def parallelize(
-    model: nn.Module,
+    model: nn.Module | Pretrained,
     example: Example = (),
     *,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -63,8 +66,9 @@ def parallelize(
     """Spread a model over the ranks of a pipeline, and return what trains it.
 
     Every rank calls this with the same model. It keeps the parameters of its own stages; the model
-    is left without those of other ranks. Under torchrun, the process group is made if there is
-    none; without a launcher, this process is the only rank.
+    is left without those of other ranks. In place of a model, give what `penstock.load_pretrained`
+    returns: then a rank reads only the weights of its own stages. Under torchrun, the process group
+    is made if there is none; without a launcher, this process is the only rank.
 
     `example` is a batch as `step` will be given: a tensor, a tuple of arguments, or a dict of
     keyword arguments; `example_kwargs` are for a model that takes both. `num_microbatches` is how
@@ -96,6 +100,9 @@ def parallelize(
         True
     """
     args, kwargs = _as_arguments(example, example_kwargs)
+    saved = SavedModel.of(model)
+    weights = model if isinstance(model, Pretrained) else None
+    model = model.new_model() if isinstance(model, Pretrained) else model
     where = choose_device() if device is None else torch.device(device)
     owns_group = not isinstance(group, LocalGroup) and join_ranks(where)
     dims = MeshDims.of(mesh, group)
@@ -115,7 +122,7 @@ def parallelize(
     names = StageNames.of(pieces.modules)
     inputs = GivenInputs.by_name(model) if pieces.repeats_inputs else GivenInputs()
     held = choice.placement.stages_of(rank)
-    stages = [pieces.build_stage(index, where, dims.pipeline) for index in held]
+    stages = [_build_stage(pieces, index, where, dims.pipeline, weights) for index in held]
     if not isinstance(group, LocalGroup):  # Otherwise other ranks have the same model.
         _free_others(model, stages)
     del pieces, model
@@ -139,8 +146,27 @@ def parallelize(
     )
     check_tied_values(pipeline)
     return ParallelModel(
-        pipeline, names=names, inputs=inputs, optimizers=optimizers, owns_group=owns_group
+        pipeline,
+        names=names,
+        inputs=inputs,
+        optimizers=optimizers,
+        owns_group=owns_group,
+        saved=saved,
+        peers=Peers.of(dims.peer_groups, where, timeout),
     )
+
+
+def _build_stage(
+    pieces: CutModel,
+    index: StageId,
+    device: torch.device,
+    group: GroupOrMesh,
+    weights: Pretrained | None,
+) -> PipelineStage:
+    """Return a stage on the device, with values from a folder if the model has none."""
+    module = pieces.get_stage_module(index)
+    buffers = {} if weights is None else weights.fill(module, device)
+    return pieces.build_stage(index, device, group, buffers=buffers)
 
 
 def _as_arguments(
