@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind
 from penstock.cutting.inputs import Inputs
 from penstock.cutting.marks import SplitPoint, marked, remove_calls
 from penstock.cutting.own_backwards import noticing_checkpoints, refusing_own_backwards
+from penstock.cutting.settled_branches import SettledBranches
 from penstock.errors import PipelineError, StageError, TraceError
 from penstock.ir import StageId
 from penstock.torch_private import assert_tensor_metadata, pytree
@@ -85,7 +86,7 @@ def _export(
     split_spec: Mapping[str, SplitPoint],
 ) -> tuple[ExportedProgram, fx.GraphModule]:
     try:
-        with marked(model, split_spec), refusing_own_backwards(model):
+        with marked(model, split_spec), refusing_own_backwards(model), SettledBranches():
             program = torch.export.export(model, args, kwargs, strict=False)
         return program, program.module(check_guards=False)
     except PipelineError:
