@@ -1,15 +1,18 @@
 """The policy that decides where to cut a model from the costs of its layers."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from torch import fx
 
-from penstock.cutting.graph_layers import find_layers, mark_layers
-from penstock.cutting.layer_costs import LayerCost, count_graph
+from penstock.cutting.graph_layers import Layer, find_layers, mark_layers
+from penstock.cutting.layer_costs import LayerCost, count_graph, count_parameters
 from penstock.errors import CostError
 from penstock.ir import Placement
 from penstock.partition import MemoryLimit, balance
+
+LOGGER = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,8 @@ class Balanced:
     """A `split_policy` that makes the slowest rank as fast as possible.
 
     `costs` is the result of `penstock.measure_layers`, or one number per layer. Without it, costs
-    are counted from shapes, which gives the same result on all ranks. `placement` says which rank
+    are counted from shapes, which gives the same result on all ranks; where the values of tensors
+    decide how much is computed, the parameters of layers are. `placement` says which rank
     holds which stage, if each holds several. With `memory`, in bytes, no rank holds more:
     parameters count `bytes_per_parameter_byte` times (by default with their gradient and Adam's
     two moments), and activations as often as `in_flight` says, by default as 1F1B holds them.
@@ -37,7 +41,7 @@ class Balanced:
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Mark the cuts in a traced graph."""
         layers = find_layers(graph_module, at_least=self.num_stages)
-        costs = count_graph(graph_module, layers) if self.costs is None else self.costs
+        costs = _count(graph_module, layers) if self.costs is None else self.costs
         starts = self.choose(costs, [layer.name for layer in layers])
         mark_layers(graph_module, [layers[start] for start in starts[1:]])
         return graph_module
@@ -77,3 +81,12 @@ class Balanced:
             per_microbatch=[cost.activation_bytes for cost in layers],
             in_flight=in_flight,
         )
+
+
+def _count(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> list[LayerCost]:
+    """Count costs from shapes if these are known, otherwise by parameters."""
+    try:
+        return count_graph(graph_module, layers)
+    except CostError as exc:
+        LOGGER.info("stages are balanced by the bytes of their parameters: %s", exc)
+        return count_parameters(graph_module, layers)

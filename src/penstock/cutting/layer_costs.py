@@ -1,5 +1,6 @@
 """The costs of a model's layers: counted from shapes, or measured."""
 
+import operator
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -122,7 +123,24 @@ def count_graph(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> list[L
         }
         parameter_bytes = sum(parameter.nbytes for parameter in used - seen)
         seen |= used
-        costs.append(_counted(layer.name, operations, kept, parameter_bytes))
+        costs.append(counted(layer.name, operations, kept, parameter_bytes))
+    return costs
+
+
+def count_parameters(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> list[LayerCost]:
+    """Return costs in proportion to the parameters of the layers; activations are not counted."""
+    costs, seen = [], set[Tensor]()
+    for layer in layers:
+        sources = {source for node in layer.nodes for source in node.all_input_nodes}
+        values = [
+            operator.attrgetter(str(source.target))(graph_module)
+            for source in sources
+            if source.op == "get_attr"
+        ]
+        used = {value for value in values if isinstance(value, nn.Parameter)}
+        parameter_bytes = sum(parameter.nbytes for parameter in used - seen)
+        seen |= used
+        costs.append(LayerCost(layer.name, max(1, parameter_bytes), parameter_bytes, 0))
     return costs
 
 
@@ -142,11 +160,12 @@ def count_chain(chain: Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             values = as_arguments(functional_call(module, own, values, fake_kwargs))
             operations, kept = counter.take()
             parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
-            costs.append(_counted(name, operations, kept, parameter_bytes))
+            costs.append(counted(name, operations, kept, parameter_bytes))
     return costs
 
 
-def _counted(name: str, operations: int, kept: int, parameter_bytes: int) -> LayerCost:
+def counted(name: str, operations: int, kept: int, parameter_bytes: int) -> LayerCost:
+    """Return the cost of a layer with these counts for one forward."""
     work = _PASSES * (operations + _OPERATIONS_PER_BYTE * kept)
     return LayerCost(name, work, parameter_bytes, kept)
 
@@ -180,7 +199,7 @@ def _counting() -> Iterator[_Counter]:
             ONE_AT_A_TIME,
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             FlopCounterMode(display=False) as operations,
-            _counting_saved() as saved,
+            counting_saved() as saved,
         ):
             yield _Counter(mode, operations, saved)
     except (DataDependentOutputException, DynamicOutputShapeException) as exc:
@@ -229,7 +248,7 @@ def _measure(
     for number in range(repeats + 1):
         args = pytree.tree_map_only(Tensor, Tensor.clone, inputs)  # It may change them in place.
         before = _now()
-        with _counting_saved() as saved:
+        with counting_saved() as saved:
             for parameter in module.parameters():
                 saved.leave_out(parameter)
             outputs = module(*args, **kwargs)
@@ -272,7 +291,8 @@ class _Saved:
 
 
 @contextmanager
-def _counting_saved() -> Iterator[_Saved]:
+def counting_saved() -> Iterator[_Saved]:
+    """Count the bytes that forwards in the context hold for their backwards."""
     saved = _Saved()
     with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
         yield saved
