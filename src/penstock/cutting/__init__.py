@@ -5,6 +5,7 @@ from penstock.cutting.cut_model import CutInfo, CutModel, StageInfo
 from penstock.cutting.cut_policies import Balanced
 from penstock.cutting.layer_costs import LayerCost, count_layers, measure_layers
 from penstock.cutting.marks import SplitPoint, pipe_split
+from penstock.cutting.rerun_cut import cut_between_layers
 from penstock.cutting.traced_cut import cut
 from penstock.cutting.untraced_cut import cut_between_modules
 
@@ -18,6 +19,7 @@ __all__ = [
     "count_layers",
     "cut",
     "cut_any",
+    "cut_between_layers",
     "cut_between_modules",
     "measure_layers",
     "pipe_split",

@@ -8,6 +8,7 @@ from torch import nn
 
 from penstock.cutting.cut_model import CutModel
 from penstock.cutting.cut_policies import Balanced
+from penstock.cutting.rerun_cut import cut_between_layers
 from penstock.cutting.traced_cut import cut
 from penstock.cutting.untraced_cut import cut_between_modules
 from penstock.errors import PartitionError, PipelineError
@@ -21,10 +22,11 @@ def cut_any(
     mb_args: tuple[Any, ...] = (),
     mb_kwargs: dict[str, Any] | None = None,
 ) -> CutModel:
-    """Cut a model into balanced stages: traced if it can be, otherwise between its modules.
+    """Cut a model into balanced stages: traced if it can be, otherwise without tracing.
 
-    `mb_args` and `mb_kwargs` are an example of one microbatch. The log says which way was taken,
-    and why not an earlier one. If none works, the error has the reasons of all.
+    A Sequential is then cut between its modules, any other model between its layers: see
+    `cut_between_layers`. `mb_args` and `mb_kwargs` are an example of one microbatch. The log says
+    which way was taken, and why not an earlier one. If none works, the error has all reasons.
     """
     policy = Balanced(stages) if isinstance(stages, int) else stages
     kwargs = mb_kwargs or {}
@@ -33,6 +35,7 @@ def cut_any(
         "between its modules": lambda: cut_between_modules(
             model, policy, mb_args=mb_args, mb_kwargs=kwargs
         ),
+        "between its layers": lambda: cut_between_layers(model, policy, mb_args, kwargs),
     }
     reasons: list[str] = []
     for way, attempt in ways.items():

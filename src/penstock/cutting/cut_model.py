@@ -1,5 +1,6 @@
 """A model that was cut into stages."""
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class CutInfo:
 
 
 class CutModel:
-    """A model cut into stages, made by `penstock.cut` or `penstock.cut_between_modules`.
+    """A model cut into stages, made by `penstock.cut`, `cut_between_modules` or `cut_any`.
 
     Its stages hold the model's own parameters and buffers under the model's own names. A
     parameter that several stages use is tied: the first of them holds the model's own, the others
@@ -90,6 +91,8 @@ class CutModel:
         return len(self.modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.repeats_inputs:
+            args, kwargs = (), as_keywords(self.modules[0], args, kwargs)
         return self.run_stages(lambda _, module, values: module(*values, **kwargs), args)
 
     def run_stages(
@@ -216,6 +219,26 @@ class CutModel:
                 module.print_readable()
             else:
                 print(module)
+
+
+def as_keywords(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model by keyword."""
+    if not args:
+        return dict(kwargs)
+    signature = inspect.signature(model.forward)
+    try:
+        names = list(signature.bind(*args, **kwargs).arguments)[: len(args)]
+    except TypeError as exc:
+        raise StageError(
+            f"the arguments do not fit the forward of {type(model).__name__}: {exc}."
+        ) from exc
+    kinds = [signature.parameters[name].kind for name in names]
+    if any(kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds):
+        raise StageError(
+            f"the forward of {type(model).__name__} takes arguments that have no names, and each "
+            "stage takes the model's inputs by keyword. Name them."
+        )
+    return {**dict(zip(names, args, strict=True)), **kwargs}
 
 
 def stage_of(

@@ -1,0 +1,267 @@
+"""The calls of a model's units, in the order of its forward.
+
+A *unit* is an entry of a module list or of a Sequential: a layer of a transformer, a stage of a
+convolutional network. What a forward does before its first unit belongs to the first one, and
+what it does after a unit belongs to that unit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.cutting.layer_costs import LayerCost, counted, counting_saved
+from penstock.cutting.own_backwards import ONE_AT_A_TIME
+from penstock.stage.unchanged import kept_as_it_was
+from penstock.torch_private import TorchDispatchMode, pytree, schema_of, version_of
+
+_RUN = "penstock_run"
+_NAME = "penstock_name"
+
+
+class Run(Protocol):
+    """A forward of a model whose calls of units are caught."""
+
+    def call(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a unit; `forward` is its own call."""
+
+
+def catch_calls(module: nn.Module, name: str, run: Run) -> None:
+    """Let calls of a module go to `run`. Its class becomes a subclass of its own class."""
+    kind = type(module)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = vars(self)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return kind.__call__(self, *args, **kwargs)
+
+        return own[_RUN].call(own[_NAME], forward, args, kwargs)
+
+    vars(module)[_RUN], vars(module)[_NAME] = run, name
+    caught = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    module.__class__ = caught
+
+
+def release_calls(module: nn.Module) -> None:
+    """Undo `catch_calls`."""
+    module.__class__ = type(module).__bases__[0]
+    del vars(module)[_RUN], vars(module)[_NAME]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCall:
+    """One call of a unit on the example."""
+
+    name: str
+    output: Any
+    """Its output, with tensors on the meta device."""
+    changes: Mapping[int, Any]
+    """New contents of dicts and lists among its arguments, by their numbers, in the same form."""
+    written: frozenset[int]
+    """The numbers of the arguments' leaves that are changed in place then or later."""
+    cost: LayerCost
+
+
+@dataclass(slots=True)
+class Uses:
+    """Where a parameter or a buffer is used: during which calls of units, and in between."""
+
+    calls: set[int] = field(default_factory=set)
+    is_outside: bool = False
+    is_written: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A forward of the whole model on the example."""
+
+    calls: list[UnitCall]
+    uses: dict[Tensor, Uses]
+
+
+def record_calls(model: nn.Module, kwargs: dict[str, Any], num_units: int) -> Recording:
+    """Run the model on the example, and leave it as it was.
+
+    Units are the outermost entries of lists, or the innermost ones if there are too few of those.
+    """
+    entries = [
+        (name, module)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2].isdigit() and type(module).forward is not nn.Module.forward
+    ]
+    found = _record(model, entries, kwargs)
+    if len(found.calls) >= num_units:
+        return found
+    names = [name for name, _ in entries]
+    innermost = [
+        (name, module)
+        for name, module in entries
+        if not any(other.startswith(f"{name}.") for other in names)
+    ]
+    return _record(model, innermost, kwargs)
+
+
+def _record(
+    model: nn.Module, entries: list[tuple[str, nn.Module]], kwargs: dict[str, Any]
+) -> Recording:
+    known = {*model.parameters(), *model.buffers()}
+    with ExitStack() as stack:
+        stack.enter_context(ONE_AT_A_TIME)
+        stack.enter_context(attributes_kept(model))
+        stack.enter_context(kept_as_it_was(model))
+        operations = stack.enter_context(FlopCounterMode(display=False))
+        saved = stack.enter_context(counting_saved())
+        for tensor in known:
+            saved.leave_out(tensor)
+        run = _RecordingRun(lambda: (operations.get_total_flops(), saved.num_bytes))
+        for name, module in entries:
+            catch_calls(module, name, run)
+            stack.callback(release_calls, module)
+        with _NotingUses(known, run) as uses:
+            model(**kwargs)
+        return Recording(run.finish(uses.found), uses.found)
+
+
+class _RecordingRun:
+    """A forward of the whole model, of which the calls of units are recorded."""
+
+    def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
+        self.is_inside = False
+        self._count = count
+        self._counts: list[tuple[int, int]] = []
+        self._calls: list[tuple[str, Any, Mapping[int, Any]]] = []
+        self._arguments: list[list[tuple[int, Tensor, int]]] = []
+
+    @property
+    def position(self) -> int:
+        """The number of the call that goes on, or that was the last one."""
+        return max(0, len(self._arguments) - 1)
+
+    def call(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if self.is_inside:
+            return forward(*args, **kwargs)
+        if self._arguments:
+            self._counts.append(self._count())
+        leaves = enumerate(pytree.tree_leaves((args, kwargs)))
+        tensors = [(k, leaf, version_of(leaf)) for k, leaf in leaves if isinstance(leaf, Tensor)]
+        self._arguments.append(tensors)
+        before = [_contents(container) for container in containers_in((args, kwargs))]
+        self.is_inside = True
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self.is_inside = False
+        changes = {
+            number: _forms(container)
+            for number, container in enumerate(containers_in((args, kwargs)))
+            if number < len(before) and _contents(container) != before[number]
+        }
+        self._calls.append((name, _forms(output), changes))
+        return output
+
+    def finish(self, uses: dict[Tensor, Uses]) -> list[UnitCall]:
+        """Return the calls, once the forward has ended."""
+        counts = [(0, 0), *self._counts, self._count()]
+        calls = []
+        for number, (name, output, changes) in enumerate(self._calls):
+            operations, kept = (counts[number + 1][each] - counts[number][each] for each in (0, 1))
+            parameter_bytes = sum(
+                tensor.nbytes
+                for tensor, own in uses.items()
+                if isinstance(tensor, nn.Parameter) and min(own.calls) == number
+            )
+            written = frozenset(
+                k for k, tensor, version in self._arguments[number] if version_of(tensor) != version
+            )
+            cost = counted(name, operations, kept, parameter_bytes)
+            calls.append(UnitCall(name, output, changes, written, cost))
+        return calls
+
+
+class _NotingUses(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """A mode that notes which parameters and buffers operations use."""
+
+    def __init__(self, known: set[Tensor], run: _RecordingRun) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
+        self.found: dict[Tensor, Uses] = {}
+        self._known = {id(tensor): tensor for tensor in known}
+        self._run = run
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and id(leaf) in self._known:
+                own = self.found.setdefault(leaf, Uses())
+                own.calls.add(self._run.position)
+                own.is_outside |= not self._run.is_inside
+                own.is_written |= _is_written(func, args, leaf)
+        return func(*args, **kwargs)
+
+
+def _is_written(func: Any, args: tuple[Any, ...], tensor: Tensor) -> bool:
+    arguments = zip(schema_of(func).arguments, args, strict=False)
+    return any(
+        value is tensor and each.alias_info is not None and each.alias_info.is_write
+        for each, value in arguments
+    )
+
+
+def containers_in(tree: Any) -> Iterator[dict[Any, Any] | list[Any]]:
+    """Yield the dicts and lists in the arguments of a call, which the call may change."""
+    args, kwargs = tree
+    pending = [*args, *kwargs.values()]
+    while pending:
+        value = pending.pop(0)
+        if type(value) in (dict, list):
+            yield value
+        if type(value) in (tuple, list):
+            pending += value
+        elif type(value) is dict:
+            pending += value.values()
+
+
+def _contents(container: dict[Any, Any] | list[Any]) -> list[tuple[Any, int]]:
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return [(key, id(value)) for key, value in items]
+
+
+def _forms(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), tree)
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back the attributes of modules that a forward sets or replaces."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def example_device(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter or buffer."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
