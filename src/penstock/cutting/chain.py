@@ -185,11 +185,6 @@ class ChainStage(nn.Module):
             values = layer(*as_arguments(values), **given)
         return values
 
-    def layers(self) -> list[nn.Module]:
-        """Return the modules that the stage calls, each once."""
-        called = (self.get_submodule(name) for name, function, _ in self._calls if function is None)
-        return list(dict.fromkeys(called))
-
     def _check_keywords(self, given: Iterable[str]) -> None:
         unknown = [f"{key}=" for key in given if key not in self._known]
         if unknown:
@@ -198,6 +193,15 @@ class ChainStage(nn.Module):
                 "layer of the model has a parameter with such a name. Leave them out, or let the "
                 "forward of a layer name them; **kwargs of a layer gets none."
             )
+
+
+def modules_called_by(stage: ChainStage) -> list[nn.Module]:
+    """Return the modules that a stage calls, each once.
+
+    Not a method: the modules of the model are attributes of the stage, under any name.
+    """
+    names = (name for name, function, _ in stage._calls if function is None)
+    return list(dict.fromkeys(map(stage.get_submodule, names)))
 
 
 def _find(model: nn.Module, layer: str | Callable[..., Any]) -> Iterator[tuple[str, Called]]:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.cutting.chain import ChainStage
+from penstock.cutting.chain import ChainStage, modules_called_by
 from penstock.errors import StageError
 from penstock.parallel.mesh_dims import MeshDims
 from penstock.stage import PipelineStage
@@ -82,7 +82,7 @@ def _matches(pattern: str, name: str) -> bool:
 def _layers_of(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers of a stage that are called as modules and have parameters of their own."""
     if isinstance(module, ChainStage):
-        yield from (layer for layer in module.layers() if _is_trained(layer))
+        yield from (layer for layer in modules_called_by(module) if _is_trained(layer))
 
 
 def _is_trained(module: nn.Module) -> bool:
