@@ -10,6 +10,7 @@ import pytest
 from penstock import CostTable, Recording, Schedule, schedules, simulate
 from penstock.errors import RecordError
 from penstock.passes import Gathers, add_gathers
+from penstock.passes.held_memory import Held, held_along
 from penstock.timeline import RecordedStep, Timeline
 
 COSTS = CostTable(
@@ -201,3 +202,76 @@ def test_what_is_no_json_is_rejected() -> None:
 def test_repr_tells_the_typical_step() -> None:
     recording = Recording((make_step("1F1B"), make_step("1F1B", number=1)))
     assert f"Recording(2 steps, typical={recording.typical()!r})" == repr(recording)
+
+
+HELD = tuple(
+    tuple(Held(100 * rank + place + 5, 100 * rank + place) for place in range(12))
+    for rank in range(3)
+)
+
+
+def test_measured_memory_is_in_the_report_and_in_the_text() -> None:
+    recording = Recording((make_step("1F1B"),), HELD)
+    report = recording.typical()
+    assert (16, 116, 216) == report.measured_peaks
+    curve = report.measured_memory(1)
+    assert (0.0, 0.0) == curve[0]
+    assert (100 + 11) == curve[-1].held
+    assert report.timeline.starts[1][0] == curve[1].time
+    assert [line.split()[-1] for line in str(report).splitlines()[1:]] == [
+        "bytes",
+        "16",
+        "116",
+        "216",
+    ]
+    assert recording == Recording.from_json(recording.to_json())
+    assert () == recording.simulated().measured_peaks
+
+
+def test_step_without_measured_memory_has_no_column_of_it() -> None:
+    report = Recording((make_step("1F1B"),)).typical()
+    assert () == report.measured_peaks
+    assert [] == report.measured_memory(0)
+    assert "measured" not in str(report)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZB-H1"])
+def test_costs_from_measured_memory_hold_as_much_as_was_measured(name: str) -> None:
+    costs = replace(
+        COSTS,
+        after_forward=(10.0, 20.0, 30.0),
+        after_input=(4.0, 5.0, 30.0),
+        during_forward=(12.0, 20.0, 31.0),
+        during_input=(3.0, 2.0, 1.0),
+        during_weight=(1.0, 2.0, 3.0),
+        during_backward=(6.0, 7.0, 8.0),
+    )
+    step = make_step(name)
+    schedule = step.timeline.schedule
+    held = tuple(tuple(held_along(schedule, rank, costs)) for rank in range(3))
+    recording = Recording((step,), held)
+    found = recording.costs()
+    assert costs.after_forward == found.after_forward
+    assert costs.during_forward == found.during_forward
+    if name == "ZB-H1":
+        assert costs.after_input == found.after_input
+        assert costs.during_weight == found.during_weight
+    else:
+        assert costs.during_backward == found.during_backward
+    peaks = tuple(rank.peak_memory for rank in recording.simulated().ranks)
+    assert peaks == recording.typical().measured_peaks
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        [],
+        {"during": [[1.0]], "after": [[1.0]]},
+        {"during": [[-1] * 12] * 3, "after": [[0] * 12] * 3},
+    ],
+    ids=["no amounts", "another shape", "negative"],
+)
+def test_file_with_broken_memory_is_refused(memory: Any) -> None:
+    values = json.loads(Recording((make_step("1F1B"),)).to_json()) | {"memory": memory}
+    with pytest.raises(RecordError, match="memory does not have two amounts for each action"):
+        Recording.from_json(json.dumps(values))

@@ -350,6 +350,18 @@ MUTANTS = [
         COSTS,
     ),
     # Recordings.
+    (  # The gradients of weights, which stay, count as memory of the step.
+        "runtime/measuring/action_bytes.py",
+        "stays = self._before + max(0, made_grads)",
+        "stays = self._before",
+        "tests/runtime/test_action_bytes.py",
+    ),
+    (  # The memory of another schedule is taken for this one's.
+        "runtime/recording/recorder.py",
+        "schedule is not self._counted",
+        "self._counted is None",
+        "tests/runtime/test_action_bytes.py",
+    ),
     (
         "runtime/recording/recorder.py",
         "timing.began_s + sum(timing.waits_s)))",
@@ -376,10 +388,8 @@ MUTANTS = [
     ),
     (
         "runtime/recording/recorder.py",
-        "            self._steps.append((self._num_steps, observer.clock))\n"
-        "        self._num_steps += 1",
-        "            self._steps.append((self._num_steps, observer.clock))\n"
-        "            self._num_steps += 1",
+        "        self._num_steps += 1\n",
+        "        self._num_steps += isinstance(observer.clock, Meter)\n",
         "tests/runtime/test_recorder.py tests/runtime/test_auto.py",
     ),
     (

@@ -80,7 +80,8 @@ class Pipeline(Sealed):
     With `compile`, the module of each stage is compiled in place, so that its backward can be
     split; `penstock.compile` is for parts of a stage, and takes options.
 
-    With `record`, the times of the last steps are kept, and `recording()` returns them.
+    With `record`, the times of the last steps are kept, and `recording()` returns them. With
+    `record_memory`, the first step measures memory in place of its times.
 
     No wait lasts longer than `timeout` seconds. If any rank fails, all of them raise an error.
     """
@@ -104,6 +105,7 @@ class Pipeline(Sealed):
         compile: bool = False,
         timeout: float = DEFAULT_TIMEOUT_S,
         record: bool = False,
+        record_memory: bool = False,
     ) -> None:
         theirs = frozenset(self.__dict__)
         held = list(stages) if isinstance(stages, Sequence) else [stages]
@@ -116,7 +118,8 @@ class Pipeline(Sealed):
             Settings(loss_fn, scale_grads, loss_weight, on_grads_ready, custom_functions={})
         )
         self._replica_group = check_replica_group(replica_group, self._settings)
-        self._recorders = [Recorder()] if record else []
+        record = record or record_memory
+        self._recorders = [Recorder(counts_memory=record_memory)] if record else []
         """The pipeline's own recorder first, if it has one; then those of recorded blocks."""
         self._records = record
         self._has_backward = loss_fn is not None
@@ -352,8 +355,8 @@ class Pipeline(Sealed):
     def _gather(self, recorder: Recorder) -> Recording:
         if recorder.is_empty:
             raise RecordError(
-                "no step has been recorded yet. Run one before asking for the recording, or two "
-                'with the schedule "auto", which counts memory in the first.'
+                "no step has been recorded yet. Run one before asking for the recording, or two if "
+                'the first counts memory, as it does with record_memory and the schedule "auto".'
             )
         with self._connection.failing_together() as comm:
             return recorder.gather(

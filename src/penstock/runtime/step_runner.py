@@ -13,6 +13,7 @@ from penstock.passes.local_proof import has_stamps
 from penstock.runtime.auto.auto_pilot import AutoPilot
 from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
 from penstock.runtime.losses import Losses
+from penstock.runtime.measuring.action_bytes import ActionBytes
 from penstock.runtime.measuring.action_times import Meter
 from penstock.runtime.measuring.observer import UNWATCHED, Observer
 from penstock.runtime.measuring.profiler_ranges import ProfilerRanges
@@ -157,7 +158,10 @@ class StepRunner:
         pilot = self._pilot if has_backward else None
         observer = UNWATCHED if pilot is None else pilot.make_observer()
         if observer is UNWATCHED and recorders:
-            observer = Observer(Meter(self._first.device))
+            if has_backward and any(one.wants_memory(self.schedule) for one in recorders):
+                observer = Observer(memory=ActionBytes(self._first.device))
+            else:
+                observer = Observer(Meter(self._first.device))
         if is_profiling():
             observer = replace(observer, ranges=ProfilerRanges())
         is_tied = has_backward and self._ties.stages
@@ -196,7 +200,7 @@ class StepRunner:
                 error.add_note(f"in {in_words(step.current)}, on rank {program.rank}")
             raise
         for recorder in recorders:
-            recorder.take(observer)
+            recorder.take(observer, self.schedule)
         if pilot is not None:
             following = pilot.end_step(observer, forms)
             if following != self._schedule:

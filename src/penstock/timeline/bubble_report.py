@@ -17,7 +17,13 @@ from penstock.ir.action import (
     gathered_stages,
     is_compute,
 )
-from penstock.timeline.memory_over_time import MemoryPoint, memory_curve, peak_memory
+from penstock.passes.held_memory import Held
+from penstock.timeline.memory_over_time import (
+    MemoryPoint,
+    measured_curve,
+    memory_curve,
+    peak_memory,
+)
 from penstock.timeline.timeline import Timeline
 
 
@@ -74,6 +80,11 @@ class Report:
     timeline: Timeline
     costs: CostTable
     ranks: tuple[RankReport, ...]
+    measured: tuple[tuple[Held, ...], ...] = ()
+    """The bytes measured at each action, by rank; empty if memory was not measured.
+
+    `peak_memory` and `memory` are planned: they follow from the costs.
+    """
 
     @property
     def makespan(self) -> float:
@@ -110,6 +121,20 @@ class Report:
             )
         return memory_curve(self.timeline, rank, self.costs)
 
+    @property
+    def measured_peaks(self) -> tuple[float, ...]:
+        """The most bytes that each rank was measured to hold; empty if memory was not measured."""
+        return tuple(max(level.during for level in levels) for levels in self.measured)
+
+    def measured_memory(self, rank: Rank) -> list[MemoryPoint]:
+        """Return the measured memory of `rank` over time, in bytes, as `memory` does the planned.
+
+        It is empty if memory was not measured.
+        """
+        if not self.measured:
+            return []
+        return measured_curve(self.timeline, rank, self.measured[rank])
+
     def actions(self) -> Iterator[TimedAction]:
         """Yield every action with its times, rank by rank."""
         timeline = self.timeline
@@ -126,11 +151,15 @@ class Report:
         )
 
     def __str__(self) -> str:
-        header = ("rank", "busy", "warm-up", "steady", "cool-down", "peak memory")
+        header = ["rank", "busy", "warm-up", "steady", "cool-down", "peak memory"]
         rows = [
-            (str(number), *(f"{value:.5g}" for value in (rank.busy, *rank.idle, rank.peak_memory)))
+            [str(number), *(f"{value:.5g}" for value in (rank.busy, *rank.idle, rank.peak_memory))]
             for number, rank in enumerate(self.ranks)
         ]
+        if self.measured:
+            header.append("measured bytes")
+            for row, peak in zip(rows, self.measured_peaks, strict=True):
+                row.append(f"{peak:.5g}")
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         table = [
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -149,11 +178,13 @@ class Report:
         return _round_off(1 - busy / time, 1.0) if time > 0 else 0.0
 
 
-def make_report(timeline: Timeline, costs: CostTable) -> Report:
-    """Return the report of a timeline."""
+def make_report(
+    timeline: Timeline, costs: CostTable, measured: tuple[tuple[Held, ...], ...] = ()
+) -> Report:
+    """Return the report of a timeline, with the memory `measured` at its actions, if any."""
     makespan = max(map(max, timeline.ends))  # Collectives may end after what follows them.
     ranks = [_report_rank(timeline, rank, costs, makespan) for rank in range(len(timeline.ends))]
-    return Report(timeline, costs, tuple(ranks))
+    return Report(timeline, costs, tuple(ranks), measured)
 
 
 def _report_rank(timeline: Timeline, rank: Rank, costs: CostTable, makespan: float) -> RankReport:

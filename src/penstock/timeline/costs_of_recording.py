@@ -20,30 +20,34 @@ from penstock.ir.action import SHARDING_TYPES
 from penstock.ir.dataflow import Dataflow
 from penstock.ir.message import Message
 from penstock.ir.walking import walk
-from penstock.passes.held_memory import whole_shares
+from penstock.passes.held_memory import EvenFootprint, Held, whole_shares
 from penstock.timeline.timeline import Timeline
 
 _Times: TypeAlias = dict[tuple[type, StageId], float]
 
 
-def recorded_costs(schedule: Schedule, timelines: Sequence[Timeline]) -> CostTable:
-    """Return medians over all microbatches of these timelines; a microbatch holds 1 on a rank.
+def recorded_costs(
+    schedule: Schedule,
+    timelines: Sequence[Timeline],
+    memory: Sequence[Sequence[Held]] = (),
+) -> CostTable:
+    """Return medians over all microbatches of these timelines.
 
-    If the halves of a backward never ran, each is taken to be half of it.
+    If the halves of a backward never ran, each is taken to be half of it. If no memory was
+    measured at the actions of the schedule, a microbatch holds 1 on a rank.
     """
     times = _median_times(timelines)
     stages = range(schedule.num_stages)
     half = {stage: times.get((Backward, stage), 0.0) / 2 for stage in stages}
     inputs = [times.get((BackwardInput, stage), half[stage]) for stage in stages]
     weights = [times.get((BackwardWeight, stage), half[stage]) for stage in stages]
-    share = whole_shares(schedule)
+    footprint = _footprint(schedule, memory) if memory else whole_shares(schedule)
     return CostTable(
         forward=[times[Forward, stage] for stage in stages],
         backward_input=inputs,
         backward_weight=weights,
         backward=[times.get((Backward, stage), inputs[stage] + weights[stage]) for stage in stages],
-        after_forward=share.after_forward,
-        after_input=share.after_input,
+        **footprint._asdict(),
         delay=_delays(schedule, timelines),
         gather=[times.get((Unshard, stage), 0.0) for stage in stages],
         reduce=[times.get((ReduceGrads, stage), 0.0) for stage in stages],
@@ -60,6 +64,42 @@ def _median_times(timelines: Sequence[Timeline]) -> _Times:
                 # Recordings have no overlaps: each half ran by itself.
                 found[type(action), action.stage].append(end - start)  # type: ignore[union-attr]
     return {key: statistics.median(values) for key, values in found.items()}
+
+
+def _footprint(schedule: Schedule, memory: Sequence[Sequence[Held]]) -> EvenFootprint:
+    """Return what the actions of each stage held and needed, beyond what was held before them.
+
+    What microbatches hold is a median, and what actions need is the most.
+    """
+    nets: defaultdict[tuple[type, StageId], list[float]] = defaultdict(list)
+    rises: defaultdict[tuple[type, StageId], list[float]] = defaultdict(list)
+    for order, levels in zip(schedule.orders, memory, strict=True):
+        before = 0.0
+        for action, level in zip(order, levels, strict=True):
+            key = type(action), action.stage  # type: ignore[union-attr]  # no overlaps: see above
+            nets[key].append(level.after - before)
+            rises[key].append(max(0.0, level.during - before))
+            before = level.after
+
+    def needs(kind: type, stage: StageId) -> float:
+        return max(rises[kind, stage], default=0.0)
+
+    stages = range(schedule.num_stages)
+    kept = [max(0.0, statistics.median(nets[Forward, stage])) for stage in stages]
+    left = [
+        max(0.0, kept[stage] + statistics.median(nets[BackwardInput, stage] or [0.0]))
+        for stage in stages
+    ]
+    halves = [max(needs(BackwardInput, s), needs(BackwardWeight, s)) for s in stages]
+    return EvenFootprint(
+        after_forward=tuple(kept),
+        after_input=tuple(left),
+        during_forward=tuple(needs(Forward, stage) for stage in stages),
+        during_input=tuple(needs(BackwardInput, stage) for stage in stages),
+        during_weight=tuple(needs(BackwardWeight, stage) for stage in stages),
+        during_backward=tuple(needs(Backward, s) or halves[s] for s in stages),
+        gathered=(0.0,) * schedule.num_stages,
+    )
 
 
 def _delays(schedule: Schedule, timelines: Sequence[Timeline]) -> list[float]:

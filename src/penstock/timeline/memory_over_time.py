@@ -1,12 +1,13 @@
-"""Memory over time."""
+"""Memory over time, planned or measured."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 from penstock.costs.footprint import Footprint
 from penstock.ir import Rank
-from penstock.passes.held_memory import changes_along, held_along, round_off
+from penstock.ir.action import is_compute
+from penstock.passes.held_memory import Held, changes_along, held_along, round_off
 from penstock.timeline.timeline import Timeline
 
 
@@ -19,8 +20,22 @@ class MemoryPoint(NamedTuple):
 
 def memory_curve(timeline: Timeline, rank: Rank, footprint: Footprint) -> list[MemoryPoint]:
     """Return the memory of `rank` over time, with a point for each change."""
+    return _changes(_levels(timeline, rank, footprint))
+
+
+def measured_curve(timeline: Timeline, rank: Rank, measured: Sequence[Held]) -> list[MemoryPoint]:
+    """Return what was measured at the actions of `rank` over time, with a point for each change."""
+    order, starts, ends = timeline.schedule.orders[rank], timeline.starts[rank], timeline.ends[rank]
+    levels: list[tuple[float, float]] = []
+    for action, start, end, level in zip(order, starts, ends, measured, strict=True):
+        if is_compute(action):  # Others run beside them.
+            levels += [(start, level.during), (end, level.after)]
+    return _changes(levels)
+
+
+def _changes(levels: Iterable[tuple[float, float]]) -> list[MemoryPoint]:
     points = [MemoryPoint(0.0, 0.0)]
-    for time, amount in _levels(timeline, rank, footprint):
+    for time, amount in levels:
         if amount != points[-1].held:
             points.append(MemoryPoint(time, amount))
     return points

@@ -8,11 +8,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from penstock.costs.amounts import LARGEST_AMOUNT
 from penstock.costs.cost_table import CostTable
 from penstock.costs.json_format import Format
 from penstock.errors import PipelineError, RecordError
 from penstock.ir import Action, ReduceGrads, Reshard, Schedule, Unshard
 from penstock.ir.action import SHARDING_TYPES
+from penstock.passes.held_memory import Held
 from penstock.passes.verification import verify
 from penstock.timeline.bubble_report import Report, make_report
 from penstock.timeline.costs_of_recording import recorded_costs
@@ -49,6 +51,11 @@ class Recording:
     """
 
     steps: tuple[RecordedStep, ...]
+    memory: tuple[tuple[Held, ...], ...] = ()
+    """The bytes measured at each action of `schedule`, by rank; empty if memory was not measured.
+
+    They are those of one step. Memory depends on the order of actions, not on their times.
+    """
 
     def __post_init__(self) -> None:
         if not self.steps:
@@ -69,10 +76,12 @@ class Recording:
     def typical(self, costs: CostTable | None = None) -> Report:
         """Return the report of the typical step, the one of median time among those of `schedule`.
 
-        Times are measured. Memory is not: it is from `costs`, or a microbatch holds 1 on each rank.
+        Its planned memory is from `costs`. Without them, it follows from the measured memory, or a
+        microbatch holds 1 on each rank.
         """
         timelines = sorted(self._timelines, key=lambda timeline: max(map(max, timeline.ends)))
-        return make_report(timelines[(len(timelines) - 1) // 2], costs or self.costs())
+        timeline = timelines[(len(timelines) - 1) // 2]
+        return make_report(timeline, costs or self.costs(), self.memory)
 
     def simulated(self, costs: CostTable | None = None) -> Report:
         """Simulate `schedule` under `costs`, or under the costs of the recording itself."""
@@ -84,9 +93,10 @@ class Recording:
         """Return the costs of the stages in the steps of `schedule`: medians, in seconds.
 
         If the halves of a backward never ran, each is taken to be half of it. The delay of messages
-        is the median over those whose receiver was already waiting when they were sent.
+        is the median over those whose receiver was already waiting when they were sent. Memory is
+        in bytes if it was measured; otherwise a microbatch holds 1 on each rank.
         """
-        return recorded_costs(self.schedule, self._timelines)
+        return recorded_costs(self.schedule, self._timelines, self.memory)
 
     def to_json(self) -> str:
         """Return the recording as JSON text, one line per step; `from_json` gives an equal one."""
@@ -103,6 +113,10 @@ class Recording:
             for step in self.steps
         )
         head = {**_FORMAT.header, "schedules": [schedule.to_csv() for schedule in schedules]}
+        if self.memory:
+            columns = ([list(column) for column in zip(*row, strict=True)] for row in self.memory)
+            during, after = map(list, zip(*columns, strict=True))
+            head["memory"] = {"during": during, "after": after}
         return json.dumps(head)[:-1] + ', "steps": [\n' + ",\n".join(lines) + "\n]}\n"
 
     @classmethod
@@ -111,7 +125,10 @@ class Recording:
         values = _FORMAT.parse(text)
         schedules = [_read_schedule(csv) for csv in _list_of(values, "schedules")]
         steps = _list_of(values, "steps")
-        return cls(tuple(_read_step(step, place, schedules) for place, step in enumerate(steps)))
+        found = cls(tuple(_read_step(step, place, schedules) for place, step in enumerate(steps)))
+        if "memory" not in values:
+            return found
+        return cls(found.steps, _read_memory(values["memory"], found.schedule))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write `to_json()` to a file."""
@@ -165,7 +182,7 @@ def _read_step(values: Any, place: int, schedules: list[Schedule]) -> RecordedSt
         case _:
             raise RecordError(f"steps[{place}] lacks a number, a schedule or times. {expected}")
     shape = list(map(len, schedule.orders))
-    if not (_has_times(starts, shape) and _has_times(ends, shape)):
+    if not all(_has_numbers(rows, shape, _ENDLESS_S) for rows in (starts, ends)):
         raise RecordError(
             f"steps[{place}] does not have one start and one end for each action of its schedule. "
             f"{expected}"
@@ -183,18 +200,33 @@ def _read_step(values: Any, place: int, schedules: list[Schedule]) -> RecordedSt
     )
 
 
+def _read_memory(values: Any, schedule: Schedule) -> tuple[tuple[Held, ...], ...]:
+    shape = list(map(len, schedule.orders))
+    match values:
+        case {"during": during, "after": after} if all(
+            _has_numbers(rows, shape, LARGEST_AMOUNT) and min(map(min, rows)) >= 0
+            for rows in (during, after)
+        ):
+            pairs = (zip(*rows, strict=True) for rows in zip(during, after, strict=True))
+            return tuple(tuple(Held(*pair) for pair in row) for row in pairs)
+    raise RecordError(
+        "memory does not have two amounts for each action of the schedule that most steps ran. "
+        "Expected what Recording.to_json() wrote: record the run again."
+    )
+
+
 def _is_ascending(lane: list[tuple[Action, float, float]]) -> bool:
     times = [time for _, start, end in lane for time in (start, end)]
     return all(a <= b for a, b in zip([0.0, *times], [*times, math.inf], strict=True))
 
 
-def _has_times(values: Any, shape: list[int]) -> bool:
-    """Return whether these are times, as many for each rank as in `shape`."""
+def _has_numbers(values: Any, shape: list[int], limit: float) -> bool:
+    """Return whether these are numbers below `limit`, as many for each rank as in `shape`."""
     return (
         isinstance(values, list)
         and all(isinstance(row, list) for row in values)
         and shape == list(map(len, values))
         and all(
-            type(time) in (int, float) and abs(time) < _ENDLESS_S for row in values for time in row
+            type(value) in (int, float) and abs(value) < limit for row in values for value in row
         )
     )

@@ -40,6 +40,10 @@ class AllocatedBytes:
     def note(self, tensors: Any) -> None:
         """Do nothing: the allocator counts the tensors."""
 
+    def counted(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes of those tensors that `total` counts: all of them."""
+        return num_bytes(tensors)
+
     def restart_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self._device)
 
@@ -72,6 +76,10 @@ class WatchedBytes:
                 self._at_most += storage.nbytes()
         if self._at_most > self._peak:  # Otherwise it is not worth looking for what was freed.
             self._peak = max(self._peak, self.total())
+
+    def counted(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes of those tensors that `total` counts: views of others may not be."""
+        return num_bytes(t for t in tensors if not _addresses(t).isdisjoint(self._storages))
 
     def restart_peak(self) -> None:
         self._peak = self.total()

@@ -15,8 +15,8 @@ _ACTIVE: ContextVar["RecordedRun | None"] = ContextVar("penstock.record", defaul
 class RecordedRun:
     """The steps that a block records; `recording` is available once the block has ended."""
 
-    def __init__(self) -> None:
-        self._recorder = Recorder()
+    def __init__(self, *, counts_memory: bool = False) -> None:
+        self._recorder = Recorder(counts_memory=counts_memory)
         self._watched: list[Recorder] | None = None
         self._gather: Callable[[Recorder], Recording] | None = None
         self._recording: Recording | None = None
@@ -62,8 +62,10 @@ def active_run() -> RecordedRun | None:
 
 
 @contextmanager
-def record() -> Iterator[RecordedRun]:
+def record(*, memory: bool = False) -> Iterator[RecordedRun]:
     """Record the steps of one pipeline in this block; the last 100, if there are more.
+
+    With `memory`, the first step measures memory in place of its times, and is slow.
 
     All ranks must record the same steps. They gather the recording at the end of the block:
 
@@ -72,7 +74,7 @@ def record() -> Iterator[RecordedRun]:
                 pipeline.step(batch)
         run.recording.save("run.json")
     """
-    run = RecordedRun()
+    run = RecordedRun(counts_memory=memory)
     token = _ACTIVE.set(run)
     try:
         yield run

@@ -1,22 +1,27 @@
-"""Keep the times of a pipeline's steps on one rank, and gather those of all ranks."""
+"""Keep the times and memory of a pipeline's steps on one rank, and gather those of all ranks."""
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from penstock.comm import AbstractComm, check_agreement
 from penstock.comm.decisions import decide
-from penstock.ir import Placement, Reshard, Schedule
-from penstock.ir.action import Sharding, SingleCompute
+from penstock.ir import Action, Placement, Reshard, Schedule
+from penstock.ir.action import SINGLE_COMPUTE_TYPES, Sharding, SingleCompute
+from penstock.passes.held_memory import Held
+from penstock.runtime.measuring.action_bytes import ActionBytes
 from penstock.runtime.measuring.action_times import Collective, Meter
 from penstock.runtime.measuring.observer import Observer
 from penstock.runtime.recording.clocks import seconds_ahead
 from penstock.timeline import RecordedStep, Recording, Timeline
 
 MOST_STEPS = 100
+
+_RankMemory: TypeAlias = dict[SingleCompute, Held]
+"""The memory of one rank at each action of a step; empty if it was not counted."""
 
 
 class _Spell(NamedTuple):
@@ -36,16 +41,30 @@ class _RankStep:
 
 
 class Recorder:
-    """The last steps of a pipeline on this rank, at most `MOST_STEPS` of them."""
+    """The last steps of a pipeline on this rank, at most `MOST_STEPS` of them.
 
-    def __init__(self) -> None:
+    Counting memory is slow. With `counts_memory`, the first step of each schedule is used for that
+    in place of its times.
+    """
+
+    def __init__(self, *, counts_memory: bool = False) -> None:
+        self._counts_memory = counts_memory
+        self._counted: Schedule | None = None
+        """The schedule whose memory was counted last."""
+        self._memory: _RankMemory = {}
         self._steps: deque[tuple[int, Meter]] = deque(maxlen=MOST_STEPS)
         self._num_steps = 0
 
-    def take(self, observer: Observer) -> None:
-        """Count a step that has ended; keep it if it was timed, and not used to count memory."""
+    def wants_memory(self, schedule: Schedule) -> bool:
+        """Return whether the next step, of this schedule, should count memory."""
+        return self._counts_memory and schedule is not self._counted
+
+    def take(self, observer: Observer, schedule: Schedule) -> None:
+        """Count a step that has ended; keep its times, or the memory that it counted."""
         if isinstance(observer.clock, Meter):
             self._steps.append((self._num_steps, observer.clock))
+        if isinstance(observer.memory, ActionBytes) and self._counts_memory:
+            self._counted, self._memory = schedule, observer.memory.held
         self._num_steps += 1
 
     @property
@@ -68,15 +87,18 @@ class Recorder:
         ahead_s = seconds_ahead(comm, device)
         own = [_RankStep(number, _spells(meter, ahead_s)) for number, meter in self._steps]
 
-        def join(ranks: list[list[_RankStep]]) -> Recording:
-            return Recording(
+        def join(ranks: list[tuple[list[_RankStep], _RankMemory]]) -> Recording:
+            recording = Recording(
                 tuple(
                     RecordedStep(steps[0].number, _timeline(steps, placement, num_microbatches))
-                    for steps in zip(*ranks, strict=True)
+                    for steps in zip(*(steps for steps, _ in ranks), strict=True)
                 )
             )
+            return replace(
+                recording, memory=_along(recording.schedule, [held for _, held in ranks])
+            )
 
-        return decide(comm, device, own, join, "the recording of all ranks")
+        return decide(comm, device, (own, self._memory), join, "the recording of all ranks")
 
 
 def _spells(meter: Meter, ahead_s: float) -> tuple[_Spell, ...]:
@@ -111,6 +133,28 @@ def _add_collective(
         start_s = max([start_s, *ran_until_s.values()])
         ran_until_s[len(begun)] = max(start_s, one.ended_s)
     begun.append((one.action, one.began_s, start_s))
+
+
+def _along(schedule: Schedule, ranks: Sequence[_RankMemory]) -> tuple[tuple[Held, ...], ...]:
+    """Return the memory at each action of the orders; nothing if another schedule was counted."""
+    rows = []
+    for order, memory in zip(schedule.orders, ranks, strict=True):
+        if memory.keys() != {
+            action for action in order if isinstance(action, SINGLE_COMPUTE_TYPES)
+        }:
+            return ()
+        rows.append(tuple(_held_at_each(order, memory)))
+    return tuple(rows)
+
+
+def _held_at_each(order: Sequence[Action], memory: _RankMemory) -> Iterator[Held]:
+    held = Held(0, 0)
+    for action in order:
+        if isinstance(action, SINGLE_COMPUTE_TYPES):
+            held = memory[action]
+        else:  # What gathers and frees change shows in the actions after them.
+            held = Held(held.after, held.after)
+        yield held
 
 
 def _timeline(ranks: Sequence[_RankStep], placement: Placement, num_microbatches: int) -> Timeline:
