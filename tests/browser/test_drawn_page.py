@@ -1,5 +1,6 @@
 """The page of `draw.save` in a browser: what it shows and says, and that it fetches nothing."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from drawn_pages import DrawnPage
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
-from draw.panels import beneath_panel, overlap_panel, panel, unit_panel
+from draw.panels import beneath_panel, memory_panel, overlap_panel, panel, unit_panel
 from penstock.costs.units import in_memory, in_time
 from penstock.draw.colours import colour
 from penstock.draw.panel import Kind, Panel, bars
@@ -192,3 +193,19 @@ def test_tooltip_has_the_words_of_every_other_drawing(
         in_memory(value, ""),
         in_memory(value, "bytes"),
     ] == browser.execute_script(script, value)
+
+
+def test_measured_memory_is_drawn_and_told_beside_the_planned(
+    browser: Chrome, tmp_path: Path
+) -> None:
+    measured = memory_panel()
+    plain = replace(measured, report=replace(measured.report, measured=()))
+    DrawnPage(browser, [plain], tmp_path)
+    before = canvas_digests(browser)
+    drawn = DrawnPage(browser, [measured], tmp_path)
+    assert before != canvas_digests(browser)
+    drawn.point(0.1, rank=0, role="memory")
+    heading, numbers, _ = drawn.told()
+    assert "rank 0 holds 128 MiB" == heading
+    assert ("129 MiB", "129 MiB") == (numbers["measured"], numbers["measured peak"])
+    assert [] == console_errors(browser)

@@ -5,8 +5,9 @@ from penstock.costs import CostTable
 from penstock.draw.panel import Panel
 from penstock.ir import Schedule
 from penstock.passes import Gathers, add_gathers
+from penstock.passes.held_memory import Held, held_along
 from penstock.sim import simulate
-from penstock.timeline import Report
+from penstock.timeline import RecordedStep, Recording, Report
 
 
 def panel(
@@ -56,6 +57,21 @@ def beneath_panel(name: str = "1F1B", ranks: int = 4, microbatches: int = 8) -> 
     )
     measured = _measured(name, ranks, microbatches)
     return Panel(f"{name}, measured", measured, "s", "bytes", simulate(made, costs))
+
+
+def memory_panel(name: str = "1F1B", ranks: int = 4, microbatches: int = 8) -> Panel:
+    """A recording in whose step each rank held a MiB more than its costs say."""
+    report = _measured(name, ranks, microbatches)
+    made = report.timeline.schedule
+    held = tuple(
+        tuple(
+            Held(level.during + 1024**2, level.after + 1024**2)
+            for level in held_along(made, rank, report.costs)
+        )
+        for rank in range(ranks)
+    )
+    recording = Recording((RecordedStep(0, report.timeline),), held)
+    return Panel.of_recording(f"{name}, measured", recording, report.costs)
 
 
 def _measured(name: str, ranks: int, microbatches: int) -> Report:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from panels import beneath_panel, overlap_panel, panel, unit_panel
+from panels import beneath_panel, memory_panel, overlap_panel, panel, unit_panel
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -258,3 +258,11 @@ def test_schedule_that_takes_no_time_is_drawn() -> None:
     nothing = CostTable.uniform(4, forward=0, backward_input=0, backward_weight=0)
     drawing = text(panel(costs=nothing))
     assert lane(drawing).split() == ["rank", "0", "0.0%", "4"]
+
+
+def test_measured_memory_is_beside_and_beneath_the_planned() -> None:
+    found = text(memory_panel("1F1B", 2, 4))
+    assert lane(found).endswith("64 MiB    65 MiB")
+    assert 1 == sum(line.endswith("peak  measured") for line in found.splitlines())
+    assert 2 == sum(line.startswith("measured ") for line in found.splitlines())
+    assert "measured" not in text(panel())

@@ -1,9 +1,10 @@
 """What every drawing says of a timeline."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
-from panels import gathered_panel, overlap_panel, panel, unit_panel
+from panels import gathered_panel, memory_panel, overlap_panel, panel, unit_panel
 
 from penstock.draw.colours import colour
 from penstock.draw.panel import Kind, Panel, bars, kinds, memory_scale
@@ -162,3 +163,19 @@ def test_panel_of_a_recording_has_the_measured_step_over_the_simulated_one() -> 
 def test_title_has_only_what_can_be_printed() -> None:
     drawn = Panel("a\n\x1b[1m\udcffb", panel("1F1B").report)
     assert "a\ufffd\ufffd[1m\ufffdb" == drawn.title
+
+
+def test_facts_have_the_measured_peak_beside_the_planned() -> None:
+    drawn = memory_panel()
+    assert drawn.facts.endswith("peak memory 128 MiB (measured 129 MiB)")
+    assert ["129 MiB", "97 MiB", "65 MiB", "33 MiB"] == drawn.measured_peaks
+    assert 129 * 1024**2 == memory_scale([drawn], "bytes")
+    assert [] == unit_panel().measured_peaks
+
+
+def test_measured_memory_is_not_drawn_over_memory_in_another_unit() -> None:
+    drawn = memory_panel()
+    assert drawn.measured_memory(0)
+    without_unit = replace(drawn, memory_unit="")
+    assert [] == without_unit.measured_memory(0)
+    assert "(measured 129 MiB)" in without_unit.facts

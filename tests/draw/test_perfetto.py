@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from panels import beneath_panel, overlap_panel, panel, unit_panel
+from panels import beneath_panel, memory_panel, overlap_panel, panel, unit_panel
 
 from penstock.draw.panel import Panel, bars
 from penstock.draw.perfetto import trace
@@ -144,3 +144,16 @@ def _num_messages(report: Report) -> int:
     ranks = schedule.placement.ranks
     between = sum(a != b for a, b in pairwise(ranks))
     return 2 * between * schedule.num_microbatches
+
+
+def test_measured_memory_has_counters_of_its_own() -> None:
+    drawn = memory_panel()
+    found: dict[str, list[float]] = {}
+    for event in events(drawn, phase="C"):
+        if event["pid"] == 1:  # The others are of the simulated step.
+            found.setdefault(event["name"], []).append(event["args"]["held"])
+    for rank, peak in enumerate(drawn.report.measured_peaks):
+        planned = found[f"memory of rank {rank} (bytes)"]
+        assert drawn.report.ranks[rank].peak_memory == max(planned)
+        assert peak == max(found[f"measured memory of rank {rank} (bytes)"])
+    assert 2 * 4 == len(found)

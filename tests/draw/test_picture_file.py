@@ -7,7 +7,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
-from panels import beneath_panel, overlap_panel, panel, schedule, unit_panel
+from panels import beneath_panel, memory_panel, overlap_panel, panel, schedule, unit_panel
 
 from penstock.costs import CostTable
 from penstock.draw.colours import colour
@@ -295,3 +295,14 @@ def test_other_suffixes_are_refused(tmp_path: Path) -> None:
     ):
         picture([panel()], tmp_path / "timeline.pdf")
     assert [] == list(tmp_path.iterdir())
+
+
+def test_measured_memory_is_a_line_over_the_planned() -> None:
+    drawn = memory_panel("1F1B", 2, 4)
+    figure = draw_figure([drawn])
+    lines = [line for line in figure.axes[1].patches if line.get_gid() == "measured"]
+    assert 2 == len(lines)
+    texts = [text.get_text() for text in figure.axes[1].texts]
+    assert ["64 MiB", "65 MiB", "32 MiB", "33 MiB"] == texts
+    (legend,) = figure.legends
+    assert "measured memory" == legend.get_texts()[-1].get_text()

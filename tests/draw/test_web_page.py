@@ -5,7 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from panels import beneath_panel, overlap_panel, panel, schedule, unit_panel
+from panels import beneath_panel, memory_panel, overlap_panel, panel, schedule, unit_panel
 
 from penstock import schedules
 from penstock.costs import CostTable
@@ -248,3 +248,16 @@ def test_scripts_have_no_way_to_make_html_of_text() -> None:
 def test_page_without_panels_is_refused() -> None:
     with pytest.raises(DrawError, match=r"panels is empty\. Give at least one"):
         page([])
+
+
+def test_measured_memory_is_given_beside_the_planned() -> None:
+    (data,) = page_data([memory_panel()])["panels"]
+    assert 4 == len(data["measured"])
+    assert 129 * 1024**2 == max(data["measured"][0]["held"])
+    assert "129 MiB" == data["measured_peaks"][0]
+    assert {"name": "measured peak", "value": "129 MiB", "note": ""} in data["facts"]
+    assert "measured peak" == data["table"]["header"][-1]
+    assert ["33 MiB"] == data["table"]["rows"][3][-1:]
+    (plain,) = page_data([unit_panel()])["panels"]
+    assert ([], []) == (plain["measured"], plain["measured_peaks"])
+    assert "peak memory" == plain["table"]["header"][-1]

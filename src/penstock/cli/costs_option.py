@@ -7,6 +7,7 @@ from penstock.cli.files import read_text
 from penstock.costs import CostTable
 from penstock.costs.amounts import LARGEST_AMOUNT, to_memory, to_times
 from penstock.costs.given_costs import GivenCosts, ShareCosts, TableCosts, with_delay
+from penstock.costs.units import MemoryUnit
 from penstock.errors import OptionError, PipelineError
 from penstock.timeline import Recording
 from penstock.timeline.recording import holds_recording
@@ -62,8 +63,10 @@ def choose_stages_per_rank(costs: GivenCosts, num_ranks: int, wanted: int | None
 
 
 def costs_of(recording: Recording, delay: float | None) -> TableCosts:
-    """Return the costs that a run measured, in seconds."""
-    return TableCosts(with_delay(recording.costs(), delay), "s", recording.schedule)
+    """Return the costs that a run measured, in seconds; memory is in bytes if it was measured."""
+    unit: MemoryUnit = "bytes" if recording.memory else ""
+    costs = with_delay(recording.costs(), delay)
+    return TableCosts(costs, "s", recording.schedule, memory_unit=unit)
 
 
 def load_costs(path: str, delay: float | None) -> TableCosts:

@@ -20,6 +20,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.screen import console
 from penstock.costs.given_costs import GivenCosts, ShareCosts
+from penstock.costs.units import TimeUnit
 from penstock.draw import Panel, save
 from penstock.draw.output import PICTURES
 from penstock.errors import OptionError
@@ -110,6 +111,14 @@ def _panel(given: Given, costs: GivenCosts, is_in_seconds: bool) -> Panel:
     table = costs.table(given.schedule.placement)
     if given.recording is not None:
         measured, simulated = given.recording.typical(table), given.recording.simulated(table)
-        return Panel(f"{given.name}, measured", measured, time_unit="s", beneath=simulated)
+        return Panel(
+            f"{given.name}, measured",
+            measured,
+            time_unit="s",
+            # A file of costs has no units: beside measured memory, it is taken to be in bytes.
+            memory_unit="bytes" if given.recording.memory else costs.memory_unit,
+            beneath=simulated,
+        )
     report = simulate(given.schedule, table)
-    return Panel(given.name, report, time_unit="s" if is_in_seconds else "")
+    time_unit: TimeUnit = "s" if is_in_seconds else ""
+    return Panel(given.name, report, time_unit=time_unit, memory_unit=costs.memory_unit)

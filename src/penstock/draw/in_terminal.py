@@ -19,7 +19,7 @@ from penstock.draw.cells import (
     slots,
 )
 from penstock.draw.characters import BOTH, FAINT, IDLE, coloured, lettered, paint, split, thin
-from penstock.draw.panel import Kind, Panel, has_collectives
+from penstock.draw.panel import Kind, Panel, has_collectives, memory_scale
 from penstock.draw.time_axis import axis
 from penstock.timeline import Report
 
@@ -28,6 +28,7 @@ _ROOMY = 60
 """The least width at which there are figures to the right of the lanes."""
 _BENEATH = "simulated"
 _COLLECTIVES = "sharding"
+_MEASURED = "measured"
 _BOLD = Style(bold=True)
 _MEMORY = Style(color="#8b93a1")
 _ASCII = str.maketrans("·─µ▁▂▃▄▅▆▇", ".-u1234567")
@@ -82,6 +83,8 @@ class _Layout:
     lane: int
     peak: int
     """The number of characters for a rank's peak memory; 0 if there is no room for figures."""
+    measured: int
+    """The same for its measured peak; 0 if none was measured too."""
     scales: dict[TimeUnit, Scale]
     most: dict[MemoryUnit, float]
     colour: bool
@@ -126,20 +129,26 @@ def _layout(drawn: Sequence[_Drawn], width: int, *, colour: bool) -> _Layout:
     labels = [f"rank {len(panel.report.ranks) - 1}" for panel in panels]
     labels += [_BENEATH for panel in panels if panel.beneath]
     labels += [_COLLECTIVES for one in drawn if one.collectives]
+    labels += [_MEASURED for panel in panels if panel.report.measured]
     left = max(map(len, labels)) + 2
-    peak, right = 0, 0
+    peak, measured, right = 0, 0, 0
     if width >= _ROOMY:
         peaks = [p.memory(rank.peak_memory) for p in panels for rank in p.report.ranks]
         peak = max(map(len, ["peak", *peaks]))
         right = len("  bubble  ") + peak
+        if found := [text for panel in panels for text in panel.measured_peaks]:
+            measured = max(map(len, [_MEASURED, *found]))
+            right += len("  ") + measured
     lane = width - left - right
     scales: dict[TimeUnit, Scale] = {}
     most: dict[MemoryUnit, float] = {}
     for panel in panels:
         same = [one for one in drawn if one.panel.time_unit == panel.time_unit]
         scales[panel.time_unit] = fit_scale([row for one in same for row in one.all_lanes], lane)
-        most[panel.memory_unit] = max(most.get(panel.memory_unit, 0), panel.report.peak_memory)
-    return _Layout(left, lane, peak, scales, most, colour)
+        most[panel.memory_unit] = memory_scale(
+            [replace(p, caps=()) for p in panels], panel.memory_unit
+        )
+    return _Layout(left, lane, peak, measured, scales, most, colour)
 
 
 def _heading(panel: Panel) -> Iterator[Text]:
@@ -153,13 +162,17 @@ def _rank_lines(drawn: _Drawn, layout: _Layout) -> Iterator[Text]:
     """Yield the axis and a lane for each rank, with the lane to compare beneath it."""
     panel, report = drawn.panel, drawn.panel.report
     scale = layout.scales[panel.time_unit]
-    yield _row("", Text(axis(panel, scale), FAINT), layout, ("bubble", "peak"))
+    yield _row("", Text(axis(panel, scale), FAINT), layout, ("bubble", "peak", _MEASURED))
     for rank, lane in enumerate(drawn.lanes):
         found = report.ranks[rank]
         num_stages = len(report.timeline.schedule.placement.stages_of(rank))
         shown = runs(lane, scale)
         text = coloured(shown, num_stages=num_stages) if layout.colour else lettered(shown)
-        figures = (f"{report.bubble_of(rank):.1%}", panel.memory(found.peak_memory))
+        figures = (
+            f"{report.bubble_of(rank):.1%}",
+            panel.memory(found.peak_memory),
+            panel.measured_peaks[rank] if report.measured else "",
+        )
         yield _row(f"rank {rank}", text, layout, figures)
         if drawn.collectives:
             shown = runs(drawn.collectives[rank], scale)
@@ -172,23 +185,30 @@ def _rank_lines(drawn: _Drawn, layout: _Layout) -> Iterator[Text]:
 
 
 def _memory_lines(panel: Panel, layout: _Layout) -> Iterator[Text]:
-    """Yield the memory that each rank holds over time."""
+    """Yield the memory that each rank holds over time, and beneath it the measured one."""
     most = layout.most[panel.memory_unit]
     scale = layout.scales[panel.time_unit]
     yield _row("", Text(f"memory, {FULL} is {panel.memory(most)}", FAINT), layout)
     for rank in range(len(panel.report.ranks)):
-        points, end = panel.report.memory(rank), panel.report.makespan
-        levels = memory_levels(points, most, scale, end)
-        yield _row(f"rank {rank}", Text(levels, _MEMORY if layout.colour else ""), layout)
+        curves = {f"rank {rank}": panel.report.memory(rank)}
+        if measured := panel.measured_memory(rank):
+            curves[_MEASURED] = measured
+        for name, points in curves.items():
+            levels = memory_levels(points, most, scale, panel.report.makespan)
+            yield _row(name, Text(levels, _MEMORY if layout.colour else ""), layout)
 
 
-def _row(name: str, lane: Text, layout: _Layout, figures: tuple[str, str] | None = None) -> Text:
+def _row(
+    name: str, lane: Text, layout: _Layout, figures: tuple[str, str, str] | None = None
+) -> Text:
     # If the console is narrower than the narrowest row, the row is cropped, not wrapped.
     row = Text(name.ljust(layout.left), no_wrap=True, overflow="crop")
     row.append_text(lane)
     if figures and layout.peak:
         row.pad_right(layout.left + layout.lane - len(row))
         row.append(f"  {figures[0]:>6}  {figures[1]:>{layout.peak}}")
+        if layout.measured:
+            row.append(f"  {figures[2]:>{layout.measured}}")
     return row
 
 

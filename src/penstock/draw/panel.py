@@ -20,7 +20,7 @@ from penstock.ir import (
     Unshard,
 )
 from penstock.ir.action import SINGLE_COMPUTE_TYPES, SingleCompute
-from penstock.timeline import Recording, Report
+from penstock.timeline import MemoryPoint, Recording, Report
 
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
@@ -116,13 +116,13 @@ class Panel:
         """Return the typical step of a recording, with its simulated timeline beneath.
 
         `costs` are in seconds and bytes. Without them the recording's own costs are used, which
-        count memory in microbatches.
+        count memory in bytes if it was measured, and otherwise in microbatches.
         """
         return cls(
             title,
             recording.typical(costs),
             time_unit="s",
-            memory_unit="" if costs is None else "bytes",
+            memory_unit="bytes" if costs is not None or recording.memory else "",
             beneath=recording.simulated(costs),
         )
 
@@ -134,14 +134,25 @@ class Panel:
         """Return an amount of memory in words."""
         return in_memory(value, self.memory_unit)
 
+    def measured_memory(self, rank: Rank) -> list[MemoryPoint]:
+        """Return the measured memory to draw over the planned: empty unless both are in bytes."""
+        return self.report.measured_memory(rank) if self.memory_unit == "bytes" else []
+
+    @property
+    def measured_peaks(self) -> list[str]:
+        """The measured peak of each rank in words; empty if memory was not measured."""
+        return [in_memory(peak, "bytes") for peak in self.report.measured_peaks]
+
     @property
     def facts(self) -> str:
         """Time, bubble and memory in one line."""
         report = self.report
+        peaks = report.measured_peaks
+        measured = f" (measured {in_memory(max(peaks), 'bytes')})" if peaks else ""
         return (
             f"makespan {self.time(report.makespan)} (bubble {report.bubble_by_makespan:.1%}), "
             f"span {self.time(report.span)} (bubble {report.bubble_by_span:.1%}), "
-            f"peak memory {self.memory(report.peak_memory)}"
+            f"peak memory {self.memory(report.peak_memory)}{measured}"
         )
 
 
@@ -151,7 +162,10 @@ def memory_scale(panels: Sequence[Panel], unit: MemoryUnit) -> float:
     It is the peak, or a cap above it unless that would make the curves too low to read.
     """
     alike = [panel for panel in panels if panel.memory_unit == unit]
-    peak = max(panel.report.peak_memory for panel in alike)
+    peaks = [panel.report.peak_memory for panel in alike]
+    if unit == "bytes":
+        peaks += [peak for panel in alike for peak in panel.report.measured_peaks]
+    peak = max(peaks)
     caps = (cap for panel in alike for cap in panel.caps if cap <= 2 * peak)
     return max(peak, *caps, 0.0) or 1.0
 

@@ -153,11 +153,16 @@ def _collectives(process: _Process) -> Iterator[_Event]:
 
 
 def _memory(process: _Process) -> Iterator[_Event]:
+    """Yield a counter of each rank's planned memory, and one of the measured, if there is any."""
     unit = f" ({process.memory_unit})" if process.memory_unit else ""
     for rank in range(len(process.tids)):
-        name = f"memory of rank {rank}{unit}"
-        for time, held in process.report.memory(rank):
-            yield process.event("C", rank, time, name=name, args={"held": held})
+        counters = {f"memory of rank {rank}{unit}": process.report.memory(rank)}
+        if process.report.measured:
+            measured = process.report.measured_memory(rank)
+            counters[f"measured memory of rank {rank} (bytes)"] = measured
+        for name, points in counters.items():
+            for time, held in points:
+                yield process.event("C", rank, time, name=name, args={"held": held})
 
 
 def _messages(process: _Process, flows: Iterator[int]) -> Iterator[_Event]:

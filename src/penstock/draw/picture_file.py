@@ -9,6 +9,7 @@ from penstock.draw.colours import colour
 from penstock.draw.panel import Kind, Panel, bars, check_panels, kinds, memory_scale
 from penstock.draw.picture_lanes import (
     CAP_DASHES,
+    MEASURED_WIDTH,
     draw_labels,
     draw_lanes,
     draw_memory,
@@ -24,14 +25,15 @@ if TYPE_CHECKING:
 
 # All in inches:
 #
-#   _LEFT        lanes         _BUBBLE  _GAP  _MEMORY  _PEAK
+#   _LEFT        lanes         _BUBBLE  _GAP  _MEMORY  _PEAK  _MEASURED, if any is
 #          legend
 #          title
-#          facts               bubble         memory    peak
+#          facts               bubble         memory    peak   measured
 #   rank 0 [bars        ]        12.0%        [curve]   4
-_LEFT, _BUBBLE, _GAP, _MEMORY, _PEAK = 0.80, 0.52, 0.24, 1.3, 0.65
+_LEFT, _BUBBLE, _GAP, _MEMORY, _PEAK, _MEASURED = 0.80, 0.52, 0.24, 1.3, 0.65, 0.75
 _TOP, _LEGEND, _TITLE, _FACTS, _AXIS, _BETWEEN, _BOTTOM = 0.14, 0.28, 0.24, 0.24, 0.26, 0.16, 0.08
 _LANES_LEAST, _LANES_MOST = 6.5, 16.0
+_LANES_WITH_MEASURED = 7.4  # The least if the facts have one more.
 
 
 class _Sheet(NamedTuple):
@@ -101,7 +103,8 @@ def draw_figure(panels: Sequence[Panel], *, memory: bool = True, dark: bool = Fa
     check_panels(panels)
     limits = _time_limits(panels)
     width = _lanes_width(panels, limits)
-    total = _LEFT + width + _BUBBLE + (_GAP + _MEMORY + _PEAK if memory else 0.12)
+    more = _MEASURED if any(panel.report.measured for panel in panels) else 0.0
+    total = _LEFT + width + _BUBBLE + (_GAP + _MEMORY + _PEAK + more if memory else 0.12)
     shows_axis = [
         n + 1 == len(panels) or panels[n + 1].time_unit != panel.time_unit
         for n, panel in enumerate(panels)
@@ -137,7 +140,8 @@ def _time_limits(panels: Sequence[Panel]) -> dict[str, float]:
 
 def _lanes_width(panels: Sequence[Panel], limits: dict[str, float]) -> float:
     """Return a width, within limits, that has room for the numbers in most bars."""
-    width = _LANES_LEAST
+    has_measured = any(panel.report.measured for panel in panels)
+    width = _LANES_WITH_MEASURED if has_measured else _LANES_LEAST
     for panel in panels:
         drawn = [bar for rank in range(len(panel.report.ranks)) for bar in bars(panel.report, rank)]
         usual = median(bar.end - bar.start for bar in drawn)
@@ -170,10 +174,12 @@ def _draw_memory_column(
     headline = top + _TITLE + 0.14
     sheet.write("memory", left, headline)
     sheet.write("peak", left + _MEMORY + 0.08, headline)
+    if panel.report.measured:
+        sheet.write("measured", left + _MEMORY + 0.08 + _PEAK, headline)
     axes = sheet.add_axes(left, top + _TITLE + _FACTS, _MEMORY, lanes(panel)[-1].bottom)
     axes.set_xlim(0.0, limit)
     axes.set_label(f"{panel.title}: memory")
-    draw_memory(axes, panel, sheet.colours, scale=scale)
+    draw_memory(axes, panel, sheet.colours, scale=scale, peak_width=_PEAK)
 
 
 def _draw_time_axis(axes: "Axes", panel: Panel, colours: Page) -> None:
@@ -222,6 +228,10 @@ def _draw_legend(sheet: _Sheet, panels: Sequence[Panel]) -> None:
     if any(cap <= scales[panel.memory_unit] for panel in panels for cap in panel.caps):
         line = Line2D([], [], color=sheet.colours.ink, linestyle=CAP_DASHES, linewidth=0.7)
         line.set_label("cap of the memory")
+        handles.append(line)
+    if any(panel.measured_memory(0) for panel in panels):
+        line = Line2D([], [], color=sheet.colours.ink, linewidth=MEASURED_WIDTH)
+        line.set_label("measured memory")
         handles.append(line)
     width, height = sheet.figure.get_size_inches()
     sheet.figure.legend(

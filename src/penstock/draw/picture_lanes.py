@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 NUMBER_SIZE = 7.5
 """The font size of the microbatch numbers, in points."""
 CAP_DASHES = (0.0, (3.0, 2.0))
+MEASURED_WIDTH = 0.9
 _POINTS = 72.0  # Per inch.
 _DIGIT = 0.64  # Width of a digit in this font, as a share of the font size.
 _MARGIN = 0.3  # Space around a number, as a share of the font size.
@@ -134,8 +135,13 @@ def draw_labels(axes: "Axes", drawn: Sequence[Lane], colours: Page, *, right: fl
         )
 
 
-def draw_memory(axes: "Axes", panel: Panel, colours: Page, *, scale: float) -> None:
-    """Draw what each rank holds over time, beside its lane; `scale` fills a lane's height."""
+def draw_memory(
+    axes: "Axes", panel: Panel, colours: Page, *, scale: float, peak_width: float
+) -> None:
+    """Draw what each rank holds over time, beside its lane; `scale` fills a lane's height.
+
+    Measured memory is a line over the planned. Peaks are beside it, in columns of `peak_width`.
+    """
     end = panel.report.makespan
     for lane in lanes(panel):
         if lane.is_beneath:
@@ -161,16 +167,32 @@ def draw_memory(axes: "Axes", panel: Panel, colours: Page, *, scale: float) -> N
                 linestyles=CAP_DASHES,
                 gid="cap",
             )
-        axes.annotate(
-            panel.memory(panel.report.ranks[lane.rank].peak_memory),
-            (1.0, lane.middle),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center_baseline",
-            color=colours.ink,
-            fontsize=_SMALL,
-        )
+        if curve := panel.measured_memory(lane.rank):
+            edges = [*(point.time for point in curve), max(end, curve[-1].time)]
+            # An amount held for no time would be a speck.
+            lasting = [n for n in range(len(curve)) if edges[n] < edges[n + 1]]
+            axes.stairs(
+                [lane.bottom - curve[n].held / scale * lane.height for n in lasting],
+                [*(edges[n] for n in lasting), edges[-1]],
+                baseline=None,
+                color=colours.ink,
+                linewidth=MEASURED_WIDTH,
+                gid="measured",
+            )
+        peaks = [panel.memory(panel.report.ranks[lane.rank].peak_memory)]
+        if panel.report.measured:
+            peaks.append(panel.measured_peaks[lane.rank])
+        for place, peak in enumerate(peaks):
+            axes.annotate(
+                peak,
+                (1.0, lane.middle),
+                xycoords=("axes fraction", "data"),
+                xytext=(6 + place * peak_width * _POINTS, 0),
+                textcoords="offset points",
+                va="center_baseline",
+                color=colours.ink,
+                fontsize=_SMALL,
+            )
 
 
 def _coloured(lane: Lane) -> Iterator[tuple[Bar, str]]:

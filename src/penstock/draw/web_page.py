@@ -10,7 +10,7 @@ from importlib.resources import files
 from string import Template
 from typing import TypedDict
 
-from penstock.costs.units import MemoryUnit, TimeUnit
+from penstock.costs.units import MemoryUnit, TimeUnit, in_memory
 from penstock.draw.colours import TEXT, colour
 from penstock.draw.panel import (
     Bar,
@@ -24,7 +24,7 @@ from penstock.draw.panel import (
     memory_scale,
 )
 from penstock.ir import Schedule
-from penstock.timeline import Report
+from penstock.timeline import MemoryPoint, Report
 
 _SCRIPTS = ("words.js", "lanes.js", "page.js")
 
@@ -93,6 +93,9 @@ class PanelData(TypedDict):
     timeline: TimelineData
     beneath: list[TimelineData]
     memory: list[MemoryData]
+    measured: list[MemoryData]
+    """The measured memory of each rank, in the unit of `memory`; empty if there is none."""
+    measured_peaks: list[str]
 
 
 class KindData(TypedDict):
@@ -170,7 +173,8 @@ def _reports(panel: Panel) -> list[Report]:
 def _panel(panel: Panel, panels: Sequence[Panel]) -> PanelData:
     report = panel.report
     timeline, *beneath = map(_timeline, _reports(panel))
-    curves = [report.memory(rank) for rank in range(len(report.ranks))]
+    ranks = range(len(report.ranks))
+    measured = [curve for rank in ranks if (curve := panel.measured_memory(rank))]
     return {
         "title": panel.title,
         "time_unit": panel.time_unit,
@@ -185,11 +189,14 @@ def _panel(panel: Panel, panels: Sequence[Panel]) -> PanelData:
         "table": _table(panel),
         "timeline": timeline,
         "beneath": beneath,
-        "memory": [
-            {"times": [point.time for point in curve], "held": [point.held for point in curve]}
-            for curve in curves
-        ],
+        "memory": [_curve(report.memory(rank)) for rank in ranks],
+        "measured": list(map(_curve, measured)),
+        "measured_peaks": panel.measured_peaks,
     }
+
+
+def _curve(points: list[MemoryPoint]) -> MemoryData:
+    return {"times": [point.time for point in points], "held": [point.held for point in points]}
 
 
 def _facts(panel: Panel) -> list[FactData]:
@@ -199,6 +206,8 @@ def _facts(panel: Panel) -> list[FactData]:
         ("span", panel.time(report.span), f"bubble {report.bubble_by_span:.1%}"),
         ("peak memory", panel.memory(report.peak_memory), ""),
     ]
+    if report.measured:
+        facts.append(("measured peak", in_memory(max(report.measured_peaks), "bytes"), ""))
     if panel.beneath is not None:
         beneath = panel.beneath
         note = f"bubble {beneath.bubble_by_makespan:.1%}"
@@ -211,7 +220,7 @@ def _bubbles(report: Report) -> list[str]:
 
 
 def _table(panel: Panel) -> TableData:
-    names = ("rank", "busy", "warm-up", "steady", "cool-down", "bubble", "peak memory")
+    names = ["rank", "busy", "warm-up", "steady", "cool-down", "bubble", "peak memory"]
     bubbles = _bubbles(panel.report)
     rows = [
         [
@@ -222,7 +231,10 @@ def _table(panel: Panel) -> TableData:
         ]
         for number, rank in enumerate(panel.report.ranks)
     ]
-    return {"header": list(names), "rows": rows}
+    if panel.report.measured:
+        names.append("measured peak")
+        rows = [[*row, peak] for row, peak in zip(rows, panel.measured_peaks, strict=True)]
+    return {"header": names, "rows": rows}
 
 
 def _timeline(report: Report) -> TimelineData:

@@ -57,12 +57,12 @@ class Lanes {
 
   /** Lays out the rows from the top. Many ranks get thin lanes, so that the canvas stays small. */
   layOut(width, withMemory, scale) {
-    const { timeline, beneath, memory } = this.panel;
+    const { timeline, beneath, memory, measured } = this.panel;
     const many = timeline.lanes.length;
     const [tall, thin] = many <= 16 ? [24, 15] : many <= 48 ? [16, 11] : [9, 6];
     this.isWide = width >= 640;
     this.left = this.isWide ? 76 : 56;
-    this.right = this.isWide ? 88 : 8;
+    this.right = this.isWide ? 96 : 8;
     this.width = width;
     this.rows = [];
     let y = 20;
@@ -79,7 +79,8 @@ class Lanes {
       }
       if (withMemory) {
         y += 2;
-        add({ role: "memory", height: thin + 3, curve: memory[rank] });
+        add({ role: "memory", height: thin + 3, curve: memory[rank],
+          measured: measured[rank] });
       }
       y += this.rows.at(-1).role === "lane" ? 2 : 6;
     });
@@ -186,14 +187,37 @@ class Lanes {
     pen.fillText(text, (left + right) / 2, top + tall / 2 + 0.5);
   }
 
-  drawMemory({ rank, y, height, curve }) {
+  drawMemory({ rank, y, height, curve, measured }) {
     const { pen, axis, colours, panel } = this;
-    const { times, held } = curve;
     const base = y + height;
     const level = (amount) => base - (height - 1) * amount / panel.memory_scale;
-    const first = Math.max(countUpTo(times, axis.start) - 1, 0);
+    // The curve must not show a right edge before the step ends.
+    const end = Math.min(axis.end + axis.length, panel.timeline.makespan);
     const path = new Path2D();
-    path.moveTo(this.x(times[first]), base);
+    path.moveTo(this.x(this.firstShown(curve)), base);
+    this.climb(path, curve, level, end);
+    path.lineTo(this.x(end), base);
+    this.shade(path, colours.memory, 0.3);
+    const cap = panel.caps[rank];
+    if (cap <= panel.memory_scale) this.drawCap(path, y, level(cap), this.x(0), this.x(end));
+    if (measured === undefined) return;
+    const line = new Path2D();
+    line.moveTo(this.x(this.firstShown(measured)), base);
+    this.climb(line, measured, level, end);
+    pen.strokeStyle = colours.ink;
+    pen.lineWidth = 1;
+    pen.stroke(line);
+  }
+
+  /** Returns the time of the last change before the axis, or of the first. */
+  firstShown({ times }) {
+    return times[Math.max(countUpTo(times, this.axis.start) - 1, 0)];
+  }
+
+  /** Adds the amounts of a curve to a path, up to the time `end`. */
+  climb(path, { times, held }, level, end) {
+    const { axis } = this;
+    const first = Math.max(countUpTo(times, axis.start) - 1, 0);
     let amount = held[first];
     for (let n = first; n < times.length && times[n] <= axis.end; n++) {
       if (times[n] === times[n + 1]) continue; // An amount held for no time is a speck.
@@ -201,13 +225,7 @@ class Lanes {
       amount = held[n];
       path.lineTo(this.x(times[n]), level(amount));
     }
-    // The curve must not show a right edge before the step ends.
-    const end = Math.min(axis.end + axis.length, panel.timeline.makespan);
     path.lineTo(this.x(end), level(amount));
-    path.lineTo(this.x(end), base);
-    this.shade(path, colours.memory, 0.3);
-    const cap = panel.caps[rank];
-    if (cap <= panel.memory_scale) this.drawCap(path, y, level(cap), this.x(0), this.x(end));
   }
 
   shade(path, colour, alpha) {
@@ -265,8 +283,9 @@ class Lanes {
     const time = this.time(x);
     if (!row || !this.isInside(x)) return null;
     if (row.role === "memory") {
-      const held = row.curve.held[countUpTo(row.curve.times, time) - 1];
-      return time > this.panel.timeline.makespan ? null : { lanes: this, row, time, held };
+      const at = ({ times, held }) => held[countUpTo(times, time) - 1];
+      const held = at(row.curve), measured = row.measured && at(row.measured);
+      return time > this.panel.timeline.makespan ? null : { lanes: this, row, time, held, measured };
     }
     const { lane } = row;
     const next = countUpTo(lane.starts, time);

@@ -93,9 +93,12 @@ class Timeline {
     const dashes = make("li", { class: "hint" }, "dashed: what a rank may hold");
     const hasCaps = this.data.panels.some(
       ({ caps, memory_scale: scale }) => caps.some((cap) => cap <= scale));
+    const line = make("li", { class: "hint" }, "line: measured memory");
+    const hasMeasured = this.data.panels.some(({ measured }) => measured.length > 0);
     this.legend.replaceChildren(
       ...this.data.kinds.map((kind) => entry(kind.colours, kind.words)),
-      entry([], "idle", "idle"), ...(hasShades ? [shades] : []), ...(hasCaps ? [dashes] : []));
+      entry([], "idle", "idle"), ...(hasShades ? [shades] : []), ...(hasCaps ? [dashes] : []),
+      ...(hasMeasured ? [line] : []));
   }
 
   /** Lays everything out again, at the resolution of the screen or the printer. */

@@ -36,8 +36,12 @@ function describe(hit, words) {
   if (row.role === "memory") {
     const cap = panel.caps.length === 0 ? {}
       : { "its cap": amountInWords(panel.caps[row.rank], panel.memory_unit) };
+    const measured = hit.measured === undefined ? {} : {
+      measured: amountInWords(hit.measured, panel.memory_unit),
+      "measured peak": panel.measured_peaks[row.rank],
+    };
     return [name(`rank ${row.rank} holds ${amountInWords(hit.held, panel.memory_unit)}`),
-      pairs({ at: time(hit.time), "its peak": panel.peaks[row.rank], ...cap })];
+      pairs({ at: time(hit.time), "its peak": panel.peaks[row.rank], ...cap, ...measured })];
   }
   const { lane, timeline } = row;
   const when = { start: time(hit.start), end: time(hit.end), duration: time(hit.end - hit.start) };
