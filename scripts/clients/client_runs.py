@@ -34,7 +34,9 @@ def start(
         return plain, ""
     errors = re.findall(r"^(?:\[rank\d+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)$", plain, re.M)
     own = [line for line in errors if "ChildFailedError" not in line]
-    return plain, (own or ["failed without an error"])[0][:200]
+    # A process that was ended by a signal has said nothing; torchrun says which signal it was.
+    own += re.findall(r"Signal \d+ \(\w+\) received by PID \d+", plain)
+    return plain, own[0][:200] if own else f"failed without an error: {plain[-1000:]}"
 
 
 def verdict_on(stock: list[str], own: list[str]) -> str:

@@ -1,9 +1,9 @@
 """Train by NeMo Automodel's AutoPipeline, on torch's pipelining and on Penstock's.
 
-    python scripts/clients/compare_automodel.py --python VENV/bin/python [--only SCHEDULE …]
+    python scripts/clients/compare_automodel.py --python VENV/bin/python [--only WORDS …]
 
-VENV has nemo_automodel, transformers and torch. Each schedule runs twice, as it is and on
-Penstock, and the losses and gradient norms of all ranks are compared.
+VENV has nemo_automodel, transformers and torch. Each case runs twice, as it is and on Penstock, and
+the losses and gradient norms of all ranks are compared.
 """
 
 import argparse
@@ -24,9 +24,13 @@ SCHEDULES = (
 )
 
 
-def run(python: str, schedule: str, grows: bool, *, on_penstock: bool) -> list[str]:
+FEATURES = {"pipeline alone": "none", "FSDP2": "fsdp", "TP": "tp"}
+
+
+def run(python: str, arguments: list[str], *, on_penstock: bool) -> list[str]:
     """Return the losses and norms that the program prints, or its error if it fails."""
-    text, error = start(python, 2, PROGRAM, [schedule, str(int(grows))], on_penstock=on_penstock)
+    num_ranks = 2 if arguments[-1] == "none" else 4
+    text, error = start(python, num_ranks, PROGRAM, arguments, on_penstock=on_penstock)
     if error:
         return [FAILS + error]
     return sorted(line for line in text.splitlines() if line.startswith("rank "))
@@ -35,13 +39,16 @@ def run(python: str, schedule: str, grows: bool, *, on_penstock: bool) -> list[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", required=True, help="the Python that has nemo_automodel")
-    parser.add_argument("--only", nargs="*", default=SCHEDULES, help="the schedules to run")
+    parser.add_argument("--only", nargs="*", help="run the cases with one of these in their names")
     given = parser.parse_args()
-    for schedule, grows in product(given.only, (False, True)):
-        stock = run(given.python, schedule, grows, on_penstock=False)
-        own = run(given.python, schedule, grows, on_penstock=True)
-        lengths = "growing" if grows else "fixed"
-        sys.stdout.write(f"{schedule}, {lengths} lengths: {verdict_on(stock, own)}\n")
+    for (feature, option), schedule, grows in product(FEATURES.items(), SCHEDULES, (False, True)):
+        name = f"{feature}, {schedule}, {'growing' if grows else 'fixed'} lengths"
+        if given.only and not any(words in name for words in given.only):
+            continue
+        arguments = [schedule, str(int(grows)), option]
+        stock = run(given.python, arguments, on_penstock=False)
+        own = run(given.python, arguments, on_penstock=True)
+        sys.stdout.write(f"{name}: {verdict_on(stock, own)}\n")
         sys.stdout.flush()
 
 

@@ -34,6 +34,7 @@ SPLIT = SCHEDULES[4:]
 RENAMED = {
     "--model.hf_assets_path": "--hf_assets_path",
     "--training.dataset_path": "--dataloader.dataset_path",
+    "--validation.dataset": "--validator.dataloader.dataset",
     "--validation.dataset_path": "--validator.dataloader.dataset_path",
     "--validation.enable": "--validator.enable",
     "--validation.freq": "--validator.freq",
@@ -44,7 +45,6 @@ DROPPED = (
     "--model.name",
     "--model.flavor",
     "--training.dataset",
-    "--validation.dataset",
     "--validation.local_batch_size",
     "--validation.seq_len",
 )
@@ -82,6 +82,8 @@ class Case:
     options: tuple[str, ...] = ()
     csv: str = ""
     """The registered schedule that is written to a CSV file for this case."""
+    is_whole: bool = False
+    """True if the file has whole backwards in place of split ones."""
 
     @property
     def name(self) -> str:
@@ -105,7 +107,7 @@ def all_cases() -> Iterator[Case]:
     four = ("--parallelism.pipeline_parallel_degree", "4", "--training.local_batch_size", "8")
     for schedule in SCHEDULES:
         yield Case("pipeline alone", schedule, 4, (*four, *none))
-    for schedule in ("1F1B", *SPLIT):
+    for schedule in ("1F1B", "Interleaved1F1B", *SPLIT):
         options = ("--training.global_batch_size", "8", *none)
         yield Case("gradient accumulation", schedule, options=options)
     for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
@@ -113,6 +115,8 @@ def all_cases() -> Iterator[Case]:
         yield Case("validation", schedule, options=(*options, *none))
     for schedule, csv in (("Interleaved1F1B", "InterleavedZeroBubble"), ("ZBVZeroBubble", "ZB-V")):
         yield Case(f"CSV file of {csv}", schedule, options=none, csv=csv)
+    feature = "CSV file of ZB-V with whole backwards"
+    yield Case(feature, "ZBVZeroBubble", options=none, csv="ZB-V", is_whole=True)
     replicated = ("--parallelism.data_parallel_replicate_degree", "2", *none)
     for schedule in ("1F1B", *SPLIT):
         yield Case("DDP", schedule, 4, replicated)
@@ -145,10 +149,18 @@ def arguments_of(case: Case, assets: Path, num_steps: int) -> list[str]:
         file = assets / f"{case.csv}.csv"
         shape = ["-p", str(case.num_ranks), "-m", "4", "-o", str(file)]
         subprocess.run([sys.executable, "-m", "penstock", "convert", case.csv, *shape], check=True)
+        if case.is_whole:
+            file.write_text(with_whole_backwards(file.read_text()))
         base["--parallelism.pipeline_parallel_schedule_csv"] = file
     given = [str(part) for item in base.items() for part in item]
     # DualPipeV would overlap expert parallelism by streams of an accelerator.
     return [*given, OVERLAP, *case.options]
+
+
+def with_whole_backwards(text: str) -> str:
+    """Return the text of a CSV file, with whole backwards in place of split ones."""
+    rows = [[cell for cell in row.split(",") if "W" not in cell] for row in text.splitlines()]
+    return "".join(",".join(row).replace("I", "B") + "\n" for row in rows)
 
 
 def as_of_0_3(arguments: list[str]) -> list[str]:
