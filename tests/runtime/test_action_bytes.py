@@ -18,6 +18,9 @@ from local_steps import (
 from penstock import LocalGroup, Pipeline, Recording, schedules
 from penstock.errors import RecordError
 from penstock.ir import Forward
+from penstock.runtime.measuring.action_bytes import ActionBytes
+from penstock.runtime.measuring.observer import Observer
+from penstock.runtime.recording.recorder import Recorder
 from stage_training import make_stages
 
 ROWS, WIDTH = 8, 16
@@ -101,7 +104,7 @@ def test_only_step_that_counted_memory_is_not_enough() -> None:
         record_linear(num_steps=1)
 
 
-def test_each_schedule_of_auto_is_counted() -> None:
+def test_schedule_that_auto_chose_is_counted() -> None:
     def on_rank(group: LocalGroup) -> Recording:
         modules = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
         stages = make_stages(group, modules, [group.rank])
@@ -117,3 +120,14 @@ def test_each_schedule_of_auto_is_counted() -> None:
     # Most of the steps ran what was chosen, which was counted after it had been chosen.
     assert recording.memory
     assert min(recording.typical().measured_peaks) > 0
+
+
+def test_memory_is_counted_anew_when_the_schedule_changes() -> None:
+    recorder = Recorder(counts_memory=True)
+    first, second = FOUR_STAGES["1F1B"], FOUR_STAGES["ZB-H1"]
+    counted = Observer(memory=ActionBytes(torch.device("cpu")))
+    assert recorder.wants_memory(first)
+    recorder.take(counted, first)
+    assert not recorder.wants_memory(first)
+    assert recorder.wants_memory(second)
+    assert not Recorder().wants_memory(first)
