@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.comm import LocalGroup
 from penstock.comm.pipelines_together import Peers
-from penstock.errors import GradientError, PretrainedError, StageError, StepError
+from penstock.errors import PretrainedError, StageError, StepError
 from penstock.ir import Rank, Schedule, StageId
 from penstock.parallel import training_state
 from penstock.parallel.given_inputs import GivenInputs
@@ -56,8 +56,6 @@ class ParallelModel(Sealed):
         self._inputs = inputs
         self._optimizers = dict(optimizers)
         self._owns_group = owns_group
-        self._has_open_grads = False
-        """True if the last step left gradients for a later one to complete."""
         self._saving: Saving | None = None
         self._seal()
 
@@ -228,7 +226,6 @@ class ParallelModel(Sealed):
             grad_scale=grad_scale,
             **kwargs,
         )
-        self._has_open_grads = not finalize
         return self._result(found, losses, outputs, return_outputs)
 
     def evaluate(
@@ -283,13 +280,6 @@ class ParallelModel(Sealed):
 
         All ranks must call it, after a step; all get the same norm, to the last bit.
         """
-        is_reduced = any(stage.is_reduced for stage in self.stages.values())
-        if self._has_open_grads and is_reduced:
-            raise GradientError(
-                f"rank {self.rank}: the last step had finalize=False, so the gradients of replicas "
-                "are not reduced yet, and their norm is not known. Clip after a step that "
-                "finalizes them."
-            )
         return self._pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
 
     def recording(self) -> Recording:

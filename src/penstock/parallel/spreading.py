@@ -60,8 +60,8 @@ class Spreading:
     def _make_tensor_parallel(self, stage: PipelineStage) -> None:
         if isinstance(stage.submod, fx.GraphModule):
             raise StageError(
-                f"stage {stage.stage_index} was traced, and a trace has the shapes of whole layers, "
-                "so it cannot be tensor parallel. Give a cut between modules: "
+                f"stage {stage.stage_index} was traced, and a trace has the shapes of whole "
+                "layers, so it cannot be tensor parallel. Give a cut between modules: "
                 "cut=penstock.cut_between_modules(model, …)."
             )
         plan = {

@@ -140,7 +140,7 @@ def load(
             state_dict_loader.load(state, checkpoint_id=folder, no_dist=True)
     except CheckpointException as error:
         raise _unread(folder, error) from error
-    _fill_copies(names, pipeline, optimizers)
+    _fill_copies(state, names, pipeline, optimizers)
     extra: dict[str, Any] = described["extra"]
     return extra
 
@@ -260,10 +260,18 @@ def _empty_state(
     return state
 
 
+@torch.no_grad()
 def _fill_copies(
-    names: StageNames, pipeline: Pipeline, optimizers: Sequence[torch.optim.Optimizer]
+    loaded: Mapping[str, Tensor],
+    names: StageNames,
+    pipeline: Pipeline,
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Give copies of one parameter that have the same name the same state of the optimizer."""
+    """Give all copies of a parameter on this rank what one of them has loaded."""
+    for module in _modules(pipeline):
+        for name, value in module.state_dict().items():
+            if isinstance(value, Tensor) and value is not loaded[f"model.{name}"]:
+                value.copy_(loaded[f"model.{name}"])
     for optimizer in optimizers:
         first: dict[str, nn.Parameter] = {}
         for name, parameter in _named(names, pipeline, optimizer):
@@ -278,8 +286,11 @@ def _save_from_threads(state: dict[str, Tensor], path: Path, pipeline: Pipeline)
     states = pipeline.gather(state, _SAVING)
     if 0 in [stage.group_rank for stage in pipeline.stages.values()]:
         whole = {name: tensor for part in states for name, tensor in part.items()}
-        with _quietly():
-            state_dict_saver.save(whole, checkpoint_id=path, no_dist=True)
+        try:
+            with _quietly():
+                state_dict_saver.save(whole, checkpoint_id=path, no_dist=True)
+        except CheckpointException as error:
+            raise _unwritten(path, error) from error
     pipeline.gather(None, _SAVING)  # No rank may change its tensors before they are written.
 
 

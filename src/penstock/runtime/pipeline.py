@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.comm import AbstractComm
 from penstock.comm.pipelines_together import Peers
-from penstock.errors import RecordError, StageError, StepError
+from penstock.errors import GradientError, RecordError, StageError, StepError
 from penstock.ir import Action, Schedule, StageId
 from penstock.ir.action import COMPUTE_TYPES
 from penstock.microbatches import merge_chunks, split_args_kwargs_into_chunks
@@ -313,6 +313,12 @@ class Pipeline(Sealed):
         All ranks must call it, after a step; all get the same norm, to the last bit. Parameters
         can be plain or DTensors; each counts once, however many ranks hold it or a part of it.
         """
+        if not self._settings.is_final:  # On all ranks alike, so the pipeline can go on.
+            raise GradientError(
+                f"rank {self._first.group_rank}: the last step had finalize=False, so gradients "
+                "are not complete, and their norm is not known. Clip after a step that finalizes "
+                "them."
+            )
         with self._connection.failing_together() as comm:
             clipping = Clipping.of(max_norm, norm_type, error_if_nonfinite, foreach)
             norm = measure_norm(self._stages, comm, self._first.device, clipping, self._timeout_s)

@@ -38,7 +38,7 @@ from penstock.runtime.rank_programs import Programs
 from penstock.runtime.recording.recorder import Recorder
 from penstock.runtime.step import Step
 from penstock.runtime.step_settings import Batch, Settings
-from penstock.runtime.tied_parameters import TiedGrads, Ties, tie
+from penstock.runtime.tied_parameters import TiedGrads, Ties, check_no_grads, tie
 from penstock.stage import PipelineStage
 from penstock.torch_private import is_profiling
 
@@ -64,6 +64,8 @@ class StepRunner:
         self._forms: dict[bool, dict[Message, Form]] = {True: {}, False: {}}
         self._is_dynamic = False
         self._ties = Ties({}, {}, frozenset())
+        self._are_grads_open = False
+        """True if the last step with a backward left gradients for a later one to complete."""
         self._reduced: frozenset[StageId] | None = None
         """The stages with replicas when all ranks met."""
         self._skips: frozenset[Skip] = frozenset()
@@ -164,7 +166,7 @@ class StepRunner:
                 observer = Observer(Meter(self._first.device))
         if is_profiling():
             observer = replace(observer, ranges=ProfilerRanges())
-        is_tied = has_backward and self._ties.stages
+        tied = self._tied_grads(comm, settings) if has_backward and self._ties.stages else None
         step = Step(
             program=program,
             stages=self._stages,
@@ -188,7 +190,7 @@ class StepRunner:
             has_backward=has_backward,
             keeps_outputs=keeps_outputs,
             needs_losses=needs_losses,
-            tied=TiedGrads(self._ties, self._stages, comm) if is_tied else None,
+            tied=tied,
             observer=observer,
         )
         try:
@@ -199,6 +201,8 @@ class StepRunner:
             if step.current is not None:
                 error.add_note(f"in {in_words(step.current)}, on rank {program.rank}")
             raise
+        if has_backward:
+            self._are_grads_open = not settings.is_final
         for recorder in recorders:
             recorder.take(observer, self.schedule)
         if pilot is not None:
@@ -206,6 +210,17 @@ class StepRunner:
             if following != self._schedule:
                 self._use(following)
         return step
+
+    def _tied_grads(self, comm: AbstractComm, settings: Settings) -> TiedGrads | None:
+        """Return what exchanges tied gradients; None in steps that leave them to a later one.
+
+        Until then, each copy adds up its own gradients.
+        """
+        if settings.is_final:
+            return TiedGrads(self._ties, self._stages, comm, sets_aside=not self._are_grads_open)
+        if not self._are_grads_open:
+            check_no_grads(self._ties, self._stages)
+        return None
 
     def forget_forms(self) -> None:
         """Learn the forms of messages again in the next step; all ranks must do so together."""

@@ -20,7 +20,7 @@ from penstock.backward.structure import describe
 from penstock.comm import AbstractComm, Describe, Transfer
 from penstock.comm.channels import both_ways
 from penstock.comm.collective_results import waited
-from penstock.errors import AgreementError, StageError
+from penstock.errors import AgreementError, StageError, StepError
 from penstock.ir import Rank, StageId
 from penstock.ir.message import Channel
 from penstock.runtime.messages.sendable import as_sent
@@ -131,11 +131,34 @@ def _check_apart(name: str, copies: list[tuple[Rank, Claim]]) -> None:
             )
 
 
+def check_no_grads(ties: Ties, stages: Mapping[StageId, PipelineStage]) -> None:
+    """Raise an error if tied parameters have gradients before the first of several open steps.
+
+    These are sums over all copies already, which the exchange in the last step would sum again.
+    """
+    for index in sorted(ties.stages):
+        for param_name, name, param in stages[index].tied_parameters():
+            if name in ties.holders and param.grad is not None:
+                raise StepError(
+                    f"stage {index} on rank {stages[index].group_rank}: the tied parameter "
+                    f"{param_name!r} has a gradient before a step with finalize=False. Expected "
+                    "none: call zero_grad() before the first of the steps that add up."
+                )
+
+
 class TiedGrads:
-    """The gradients of tied parameters in one step: made when it begins, dropped at its end."""
+    """The gradients of tied parameters in one step: made when it begins, dropped at its end.
+
+    `sets_aside` is False if the gradients from before the step are to be exchanged too.
+    """
 
     def __init__(
-        self, ties: Ties, stages: Mapping[StageId, PipelineStage], comm: AbstractComm
+        self,
+        ties: Ties,
+        stages: Mapping[StageId, PipelineStage],
+        comm: AbstractComm,
+        *,
+        sets_aside: bool = True,
     ) -> None:
         self.stages = ties.stages
         self._ties = ties
@@ -148,7 +171,10 @@ class TiedGrads:
                 # Two stages of a rank may share the parameter itself, which then counts once.
                 if name in self._copies and id(param) not in seen:
                     seen.add(id(param))
-                    self._copies[name].append(_Copy(param, stages[index].is_data_parallel))
+                    copy = _Copy(param, stages[index].is_data_parallel)
+                    if sets_aside:
+                        copy.set_aside()
+                    self._copies[name].append(copy)
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -223,7 +249,7 @@ class _Copy:
     """True if DistributedDataParallel reduces its gradient, perhaps in its present memory."""
     aside: Tensor | None = None
 
-    def __post_init__(self) -> None:
+    def set_aside(self) -> None:
         """[1] Set the gradient aside, so that only this step's contribution is collected."""
         self.aside, self.param.grad = self.param.grad, None
         if self.is_reduced and self.aside is not None:
