@@ -74,7 +74,7 @@ def assert_loads(folder: Path, states: list[dict[str, Tensor]], **options: Any) 
         (make_llama, {"dtype": torch.bfloat16}),
         (lambda: make_llama(is_tied=True), {}),
         (make_gpt2, {}),
-        (make_mixtral, {"experts_implementation": "batched_mm"}),
+        (make_mixtral, {}),
     ],
     ids=["llama", "bfloat16", "tied", "gpt2", "merged experts"],
 )

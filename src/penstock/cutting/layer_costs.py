@@ -19,6 +19,7 @@ from penstock.cutting.chain import Chain
 from penstock.cutting.graph_layers import Layer, find_layers, mark_layers
 from penstock.cutting.marks import remove_marks
 from penstock.cutting.own_backwards import ONE_AT_A_TIME
+from penstock.cutting.stand_ins import are_on_host
 from penstock.cutting.tracing import trace
 from penstock.errors import CostError
 from penstock.ir import StageId
@@ -109,8 +110,9 @@ def measure_layers(
 def count_graph(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> list[LayerCost]:
     """Count the costs of the layers of a traced graph."""
     with _counting() as counter:
-        interpreter = _Counting(graph_module, counter)
-        interpreter.run(*(_fake(node) for node in graph_module.graph.find_nodes(op="placeholder")))
+        inputs = [_fake(node) for node in graph_module.graph.find_nodes(op="placeholder")]
+        interpreter = _Counting(graph_module, counter, are_on_host=are_on_host(inputs))
+        interpreter.run(*inputs)
     costs, seen = [], set[Tensor]()
     for layer in layers:
         counts = [interpreter.counts[node] for node in layer.nodes]
@@ -185,9 +187,14 @@ class _Counter:
         before, self._taken = self._taken, now
         return now[0] - before[0], now[1] - before[1]
 
-    def stand_in_for(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without values for one of the model; it is not counted as held."""
-        fake = self._mode.from_tensor(tensor)
+    def stand_in_for(self, tensor: Tensor, *, is_on_host: bool = False) -> Tensor:
+        """Return a tensor without values for one of the model; it is not counted as held.
+
+        If `is_on_host`, a tensor on the meta device gets one on the CPU, as in the trace.
+        """
+        fake: Tensor = self._mode.from_tensor(tensor)
+        if is_on_host and tensor.is_meta:
+            fake = torch.empty_like(fake, device="cpu", requires_grad=tensor.requires_grad)
         self._saved.leave_out(fake)
         return fake
 
@@ -213,8 +220,11 @@ def _counting() -> Iterator[_Counter]:
 class _Counting(fx.Interpreter):
     """An interpreter that runs a graph and records the counts of each node."""
 
-    def __init__(self, graph_module: fx.GraphModule, counter: _Counter) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, counter: _Counter, *, are_on_host: bool
+    ) -> None:
         super().__init__(graph_module)
+        self._are_on_host = are_on_host
         self.counts: dict[Node, tuple[int, int]] = {}
         self.attributes: dict[Node, Any] = {}
         self._counter = counter
@@ -224,7 +234,7 @@ class _Counting(fx.Interpreter):
         self.counts[n] = self._counter.take()
         if n.op == "get_attr" and isinstance(result, Tensor):
             self.attributes[n] = result
-            return self._counter.stand_in_for(result)
+            return self._counter.stand_in_for(result, is_on_host=self._are_on_host)
         return result
 
 

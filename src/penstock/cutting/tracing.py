@@ -16,6 +16,7 @@ from penstock.cutting.inputs import Inputs
 from penstock.cutting.marks import SplitPoint, marked, remove_calls
 from penstock.cutting.own_backwards import noticing_checkpoints, refusing_own_backwards
 from penstock.cutting.settled_branches import SettledBranches
+from penstock.cutting.stand_ins import StandIns
 from penstock.errors import PipelineError, StageError, TraceError
 from penstock.ir import StageId
 from penstock.torch_private import assert_tensor_metadata, pytree
@@ -86,9 +87,16 @@ def _export(
     split_spec: Mapping[str, SplitPoint],
 ) -> tuple[ExportedProgram, fx.GraphModule]:
     try:
-        with marked(model, split_spec), refusing_own_backwards(model), SettledBranches():
+        with (
+            StandIns(model, args, kwargs) as stand_ins,
+            marked(model, split_spec),
+            refusing_own_backwards(model),
+            SettledBranches(),
+        ):
             program = torch.export.export(model, args, kwargs, strict=False)
-        return program, program.module(check_guards=False)
+        graph_module = program.module(check_guards=False)
+        stand_ins.put_back(graph_module)
+        return program, graph_module
     except PipelineError:
         raise
     except Exception as exc:
