@@ -14,6 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from penstock.cutting.model_names import install
 from penstock.errors import PretrainedError
 from penstock.extras import needed_by
 from penstock.parallel.pretrained import Pretrained
@@ -60,12 +61,16 @@ def add_adapter(pretrained: Pretrained, adapter: Any, seed: int) -> Pretrained:
     with torch.device("meta"):
         model: Any = peft.get_peft_model(base, config, low_cpu_mem_usage=True)
     model.train()
+    _set_dtypes(model)
     base_names = {
         name: names[tensor]
         for name, tensor in _named_tensors(model)
         if tensor in names  # PEFT keeps the model's own parameters.
     }
-    base_names |= dict(_copied_modules(model, base_names))
+    copied = dict(_copied_modules(model, base_names))
+    base_names |= copied
+    if getattr(config, "ensure_weight_tying", False):
+        _tie(model, copied)
     files, given = pretrained.files, {}
     if folder is not None:
         stored = SafetensorsFolder.of(folder, WEIGHTS)
@@ -108,6 +113,20 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def _set_dtypes(model: nn.Module) -> None:
+    """Give adapters the dtypes that they have beside values: their layers', but at least 32 bits.
+
+    PEFT leaves them out on the meta device.
+    """
+    for module in model.modules():
+        if isinstance(module, peft_part("tuners.lora").LoraLayer):
+            found = module.get_base_layer().weight.dtype
+            dtype = torch.promote_types(found, torch.float32)
+            for name, own in module.named_parameters():
+                if _kind_of(name) is not None:
+                    install(module, name, nn.Parameter(own.detach().to(dtype), own.requires_grad))
+
+
 def _copied_modules(model: nn.Module, base_names: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the tensors of modules that PEFT copied to train them, with those they begin as."""
     wrapper = peft_part("utils").ModulesToSaveWrapper
@@ -116,6 +135,24 @@ def _copied_modules(model: nn.Module, base_names: dict[str, str]) -> Iterator[tu
             for rest, _ in _named_tensors(module.original_module):
                 own = f"{prefix}.modules_to_save.{_ADAPTER}.{rest}"
                 yield own, base_names[f"{prefix}.original_module.{rest}"]
+
+
+def _tie(model: nn.Module, copied: dict[str, str]) -> None:
+    """Let copies of one tensor be one tensor too; PEFT forgets this on the meta device."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, peft_part("tuners.lora").LoraLayer):
+            weight = module.get_base_layer().weight
+            num_names = sum(weight is tensor for _, tensor in _named_tensors(model))
+            if num_names > 1:
+                raise PretrainedError(
+                    f"ensure_weight_tying is set, and {prefix!r}, which gets an adapter, shares "
+                    "its weight with another layer. Expected modules_to_save for such layers: "
+                    "adapters that are tied to each other were not tried."
+                )
+    first: dict[str, Tensor] = {}
+    for name, base in copied.items():
+        tensor = first.setdefault(base, model.get_parameter(name))
+        install(model, name, tensor)
 
 
 def _of_the_base(pretrained: Pretrained, base_names: dict[str, str]) -> dict[str, Conversion]:
@@ -215,7 +252,7 @@ def _drawn(name: str, form: Tensor, config: Any, seed: int) -> Conversion:
 
     def convert(read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         kind, drawn = _kind_of(name), torch.zeros(form.shape, dtype=form.dtype)
-        generator = torch.Generator().manual_seed(seed * 2**32 + crc32(name.encode()))
+        generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
         if kind == "lora_A" and config.init_lora_weights is True:
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
         elif kind == "lora_A":
