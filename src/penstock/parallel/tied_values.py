@@ -10,6 +10,9 @@ from penstock.errors import AgreementError
 from penstock.runtime import Pipeline
 from penstock.torch_private import is_dtensor
 
+_AT_ONCE = 2**18
+"""The number of values that are converted at a time."""
+
 
 def check_tied_values(pipeline: Pipeline) -> None:
     """Raise an error on all ranks if copies of a tied parameter differ; they would stay different.
@@ -41,6 +44,12 @@ def _digest(parameter: Any) -> str:
     local: Tensor = waited(parameter.to_local()) if is_dtensor(parameter) else parameter
     if local.is_meta or not local.numel():
         return "empty"
-    wide = local.detach().double().flatten()
-    places = torch.arange(1, len(wide) + 1, dtype=torch.float64, device=wide.device)
-    return f"{wide.sum().item()!r} {(wide * places).sum().item()!r}"
+    total = weighted = 0.0
+    for number, part in enumerate(torch.split(local.detach().flatten(), _AT_ONCE)):
+        # In parts: an embedding in 64 bits could take more memory than all else of a rank.
+        wide = part.double()
+        first = number * _AT_ONCE + 1
+        places = torch.arange(first, first + len(wide), dtype=wide.dtype, device=wide.device)
+        total += wide.sum().item()
+        weighted += (wide * places).sum().item()
+    return f"{total!r} {weighted!r}"
