@@ -41,14 +41,17 @@ def cut_between_layers(
     they are, with their hooks and checkpoints. Every stage takes the model's inputs by keyword:
     give them to `step` on every rank.
 
-        >>> import torch, penstock
+        >>> import torch
+        >>> class Block(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) if x.sum() > 0 else x  # This cannot be traced.
         >>> class Model(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
-        ...         self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+        ...         self.blocks = torch.nn.ModuleList(Block(4, 4) for _ in range(4))
         ...     def forward(self, x):
         ...         for block in self.blocks:
-        ...             x = block(x) if x.isfinite().all() else x
+        ...             x = block(x)
         ...         return x
         >>> pipe = cut_between_layers(Model(), 2, (torch.ones(2, 4),))
         >>> print(pipe.info())
@@ -70,7 +73,7 @@ def cut_between_layers(
             # This place is one where values cross that cannot be sent: never cut there.
             LOGGER.info("%s is not cut at %s: %s", type(model).__name__, exc.name, exc.__cause__)
             joined.add(exc.start)
-            if len(recording.calls) - len(joined) < policy.num_stages:
+            if exc.start == 0 or len(recording.calls) - len(joined) < policy.num_stages:
                 _give_up(model, exc)
 
 
@@ -178,8 +181,11 @@ class _Cut:
                 call = type(module).__bases__[0].__call__
                 trial(lambda **inputs: call(module, **inputs), (), self._kwargs)
         except PipelineError as exc:
-            raise self._impossible(trial.own) from exc
+            if not trial.has_given:
+                raise self._impossible(trial.own) from exc
         except Exception as exc:
+            if trial.has_given:
+                return
             reason = PartitionError(f"{type(exc).__name__}: {exc}")
             reason.__cause__ = exc
             raise self._impossible(trial.own) from reason
@@ -201,10 +207,23 @@ class _Cut:
                 stages = everywhere
             holders[tensor] = stages
         for tensor in self._names:
-            if tensor not in holders and not isinstance(tensor, nn.Parameter):
+            if tensor in holders:
+                continue
+            if stages := self._stages_calling(self._names.of(tensor)):
+                holders[tensor] = stages  # Of an expert that the example did not take, say.
+            elif not isinstance(tensor, nn.Parameter):
                 holders[tensor] = everywhere
         self._names.add_unused(holders)
         return holders
+
+    def _stages_calling(self, names: Sequence[str]) -> list[StageId]:
+        """Return the stages that call units which have a parameter or buffer of these names."""
+        calls = self._recording.calls
+        return [
+            stage
+            for stage, own in enumerate(self._ranges)
+            if any(name.startswith(f"{calls[n].name}.") for n in own for name in names)
+        ]
 
     def _module(
         self, stage: StageId, run: RerunStage, *, is_trial: bool = False

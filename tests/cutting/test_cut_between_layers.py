@@ -1,0 +1,421 @@
+"""Models cut between their layers, without tracing, train as the whole model does."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from cut_training import NUM_MICROBATCHES, ROWS
+from penstock.cutting import CutModel, cut_any, cut_between_layers
+from penstock.errors import PartitionError, PipeliningShapeError, StageError
+
+WIDTH, VOCABULARY, LENGTH, LAYERS = 4, 7, 3, 4
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Layers(nn.Module):
+    """Layers in a list, between an embedding and a head; each model below does more."""
+
+    def __init__(self, make_layer: Callable[[], nn.Module] = linear) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(make_layer() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Doubled(torch.autograd.Function):
+    """An identity whose backward is not its derivative, so a trace would lose it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class OwnBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Doubled.apply(self.linear(x))
+        return torch.tanh(out)
+
+
+class Tied(Layers):
+    """The head shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Experts(nn.Module):
+    """The values of tokens decide which expert they take, in a Python loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(linear() for _ in range(2))
+        self.router = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        best, chosen = scores.max(-1)
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            rows = chosen == number
+            out[rows] = self.experts[number](x[rows]) * best[rows, None]
+        return x + out
+
+
+class Masked(Layers):
+    """A mask and positions that every stage computes itself, and a bias that travels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(LENGTH, WIDTH)
+        self.register_buffer("positions", torch.arange(LENGTH), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        mask = (tokens > 1).unsqueeze(-1).to(x.dtype) + x.new_zeros(x.shape)
+        bias = self.bias(self.positions[: tokens.shape[1]])
+        for layer in self.layers:
+            x = Mixing.mixed(layer, x * mask, bias)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Mixing(nn.Module):
+    """A layer that takes a bias too, by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.tanh(self.linear(x) + bias)
+
+    @staticmethod
+    def mixed(layer: nn.Module, x: Tensor, bias: Tensor) -> Any:
+        return layer(x, bias=bias)
+
+
+class Biased(Masked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixing() for _ in range(LAYERS))
+
+
+class Checkpointed(Layers):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Shelf(Layers):
+    """The layers put values for later ones into a dict."""
+
+    def __init__(self) -> None:
+        super().__init__(Shelving)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, shelf = self.embed(tokens), dict[str, Tensor]()
+        for layer in self.layers:
+            x = layer(x, shelf)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Shelving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor, shelf: dict[str, Tensor]) -> Tensor:
+        if "first" not in shelf:
+            shelf["first"] = x.sin()
+        return torch.tanh(self.linear(x) * shelf["first"])
+
+
+class Listed(Layers):
+    """It returns the values between its layers too, which different stages compute."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        values = [self.embed(tokens)]
+        for layer in self.layers:
+            values.append(layer(values[-1]).sin())
+        logits = self.head(self.norm(values[-1]))
+        return {"logits": logits, "values": values}
+
+
+class Translator(nn.Module):
+    """An encoder, and a decoder whose layers all take the encoder's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder = nn.ModuleList(OwnBackward() for _ in range(2))
+        self.decoder = nn.ModuleList(Mixing() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        memory = self.embed(tokens)
+        for layer in self.encoder:
+            memory = layer(memory)
+        x = self.embed(targets)
+        for layer in self.decoder:
+            x = layer(x, bias=memory)
+        return {"logits": self.head(x), "memory": memory}
+
+
+def own_backwards() -> Layers:
+    return Layers(OwnBackward)
+
+
+def experts() -> Layers:
+    return Layers(Experts)
+
+
+def some_tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (ROWS * NUM_MICROBATCHES, LENGTH))
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    logits = output["logits"] if isinstance(output, dict) else output
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def train(
+    pieces: CutModel, schedule: str, inputs: dict[str, Tensor], target: Tensor
+) -> dict[str, Tensor | None]:
+    """The gradients of all stages after one step; those of tied parameters are equal."""
+    stages_per_rank = penstock.schedules.get(schedule).stages_per_rank
+
+    def run_rank(group: penstock.LocalGroup) -> list[tuple[str, Tensor | None]]:
+        num_ranks = pieces.num_stages // stages_per_rank
+        generator = penstock.schedules.get(schedule)
+        own = generator(num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
+        stages = [
+            pieces.build_stage(stage, "cpu", group) for stage in own.placement.stages_of(group.rank)
+        ]
+        pipeline = penstock.Pipeline(stages, own, loss_fn=loss_of)
+        last = any(stage.is_last for stage in stages)
+        pipeline.step(**inputs, target=target if last else None)
+        return [(n, p.grad) for stage in stages for n, p in stage.submod.named_parameters()]
+
+    gradients: dict[str, Tensor | None] = {}
+    for pairs in penstock.local_ranks(pieces.num_stages // stages_per_rank, run_rank):
+        for name, gradient in pairs:
+            known = gradients.setdefault(name, gradient)
+            assert known is None or gradient is None or torch.equal(known, gradient)
+    return gradients
+
+
+def check(model: nn.Module, pieces: CutModel, schedule: str, inputs: dict[str, Tensor]) -> None:
+    """Raises unless a step of the stages gives the gradients of the whole model."""
+    whole = copy.deepcopy(model)
+    target = some_tokens()
+    parts = {name: value.chunk(NUM_MICROBATCHES) for name, value in inputs.items()}
+    for mb, labels in enumerate(target.chunk(NUM_MICROBATCHES)):
+        output = whole(**{name: values[mb] for name, values in parts.items()})
+        (loss_of(output, labels) / NUM_MICROBATCHES).backward()
+    actual = train(pieces, schedule, inputs, target)
+    for name, parameter in whole.named_parameters():
+        found = actual[name]
+        if parameter.grad is None or found is None:  # An expert that no token took.
+            assert parameter.grad is found, name
+        else:
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+MODELS = {
+    "own backwards": own_backwards,
+    "experts": experts,
+    "tied": Tied,
+    "biased": Biased,
+    "checkpointed": Checkpointed,
+    "shelf": Shelf,
+}
+
+
+def example_of(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value[:ROWS] for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-V"])
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_of_layers_train_as_the_whole_model(name: str, schedule: str) -> None:
+    model = MODELS[name]().double()
+    inputs = {"tokens": some_tokens()}
+    pieces = cut_between_layers(copy.deepcopy(model), 4, mb_kwargs=example_of(inputs))
+    assert pieces.repeats_inputs
+    expected = model(some := inputs["tokens"][:ROWS])
+    assert torch.equal(expected, pieces(some))
+    check(model, pieces, schedule, inputs)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 6])
+def test_encoder_and_decoder_train_as_the_whole_model(num_stages: int) -> None:
+    model = Translator().double()
+    inputs = {"tokens": some_tokens(), "targets": some_tokens()}
+    pieces = cut_between_layers(copy.deepcopy(model), num_stages, mb_kwargs=example_of(inputs))
+    example = example_of(inputs)
+    assert torch.equal(model(**example)["memory"], pieces(**example)["memory"])
+    check(model, pieces, "ZB-H1", inputs)
+
+
+def test_outputs_of_all_stages_arrive() -> None:
+    model = Listed().double()
+    tokens = some_tokens()[:ROWS]
+    pieces = cut_between_layers(copy.deepcopy(model), 4, (tokens,))
+    expected, actual = model(tokens)["values"], pieces(tokens)["values"]
+    assert all(map(torch.equal, expected, actual))
+    check(model, pieces, "ZB-V", {"tokens": some_tokens()})
+
+
+def test_stages_hold_the_models_own_parameters_under_their_names() -> None:
+    model = Tied().double()
+    pieces = cut_between_layers(model, 2, (some_tokens()[:ROWS],))
+    first, last = (pieces.get_stage_module(stage).state_dict() for stage in (0, 1))
+    assert model.state_dict().keys() == first.keys() | last.keys()
+    assert {"embed.weight", "head.weight"} == first.keys() & last.keys()
+    assert model.layers[0].weight is pieces.get_stage_module(0).layers[0].weight
+    assert ("embed.weight",) == pieces.info().stages[1].tied
+    assert isinstance(pieces.get_stage_module(0), Tied)
+
+
+def test_model_on_the_meta_device_is_cut_without_values() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    pieces = cut_between_layers(model, 2, (some_tokens()[:ROWS],))
+    module = pieces.get_stage_module(1).to_empty(device="cpu")
+    module.load_state_dict(
+        {k: v for k, v in Tied().state_dict().items() if k in module.state_dict()}
+    )
+    stage = pieces.build_stage(1, "cpu", penstock.local_ranks(1, lambda group: group)[0])
+    assert stage.is_last
+
+
+class Mixed(Layers):
+    """Code between the layers uses the output of the first one."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.layers[0](self.embed(tokens))
+        for layer in self.layers[1:]:
+            x = layer(x) + first
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Choosing(Layers):
+    """The values between layers decide what it does."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum() > 1e9:
+                x = x / 2
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Mixed, r"the model returns a value of layers\.\d, which another stage computes"),
+        (Choosing, r"__bool__ needs the values of layers\.\d"),
+    ],
+)
+def test_values_that_cannot_be_sent_are_refused(make: type[Layers], reason: str) -> None:
+    with pytest.raises(PartitionError, match=reason):
+        cut_between_layers(make(), LAYERS, (some_tokens(),))
+
+
+class Dropping(Layers):
+    """Layers may be dropped at random, as in models of transformers."""
+
+    layerdrop = 0.0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            if self.training:
+                dropout_probability = torch.rand([])
+                if dropout_probability < self.layerdrop:
+                    continue
+            x = torch.tanh(layer(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def test_model_that_never_drops_layers_is_traced() -> None:
+    model = Dropping().double()
+    inputs = {"tokens": some_tokens()}
+    pieces = cut_any(copy.deepcopy(model), 2, mb_kwargs=example_of(inputs))
+    assert not pieces.repeats_inputs
+    check(model, pieces, "1F1B", inputs)
+
+
+def test_model_that_drops_layers_is_refused() -> None:
+    model = Dropping()
+    model.layerdrop = 0.5
+    tokens = some_tokens()
+    with pytest.raises(penstock.errors.TraceError, match="data-dependent"):
+        penstock.cut(model, (tokens,), split_policy=penstock.Balanced(2))
+    model.layerdrop = 0.0
+    pieces = cut_between_layers(model, 2, (tokens,))
+    pieces.get_stage_module(0).layerdrop = 1.0
+    with pytest.raises(StageError, match=r"did not call layers\.0.*turn off layer dropping"):
+        pieces(tokens)
+
+
+def test_choice_of_the_cut_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="penstock"):
+        pieces = cut_any(own_backwards(), 2, (some_tokens(),))
+    assert pieces.repeats_inputs
+    assert "Layers was cut between its layers" in caplog.text
+    assert "it calls the autograd Function Doubled" in caplog.text
+
+
+def test_model_that_cannot_be_cut_names_all_reasons() -> None:
+    model = Layers(OwnBackward)
+    model.layers = nn.ModuleList([OwnBackward()])
+    with pytest.raises(PartitionError, match=r"(?s)by tracing it.*between its modules.*too few"):
+        cut_any(model, 2, (some_tokens(),))
+
+
+def test_inputs_unlike_the_example_are_refused() -> None:
+    tokens = some_tokens()
+    pieces = cut_between_layers(own_backwards(), 2, (tokens,))
+    stage = pieces.get_stage_module(1)
+    with pytest.raises(StageError, match=r"given the inputs nothing. Expected tokens="):
+        stage(torch.zeros(1))
+    with pytest.raises(StageError, match=r"1 values from earlier stages"):
+        stage(tokens=tokens)
+    with pytest.raises(PipeliningShapeError, match=r"input tokens"):
+        pieces(tokens[:1])
