@@ -44,8 +44,14 @@ def cut_any(
         except PipelineError as exc:
             reasons.append(f"{way}: {exc}")
             continue
+        except Exception as exc:
+            exc.add_note(f"while {type(model).__name__} was cut {way}, after:{_listed(reasons)}")
+            raise
         before = "".join(f"\n  not {reason}" for reason in reasons)
         LOGGER.info("%s was cut %s.%s", type(model).__name__, way, before)
         return pieces
-    listed = "".join(f"\n  {reason}" for reason in reasons)
-    raise PartitionError(f"{type(model).__name__} cannot be cut in any way:{listed}")
+    raise PartitionError(f"{type(model).__name__} cannot be cut in any way:{_listed(reasons)}")
+
+
+def _listed(reasons: list[str]) -> str:
+    return "".join(f"\n  {reason}" for reason in reasons)

@@ -249,6 +249,8 @@ class TrialStage(RerunStage):
         """The values that it has when the calls after its own are made."""
         self.sources: list[StageId] = []
         """The stages that the received values come from."""
+        self.has_given = False
+        """Whether it has come to calls after its own, so that it may end."""
         self._earlier = earlier
 
     def _take(self, state: _State, number: int, tree: Any) -> Any:
@@ -276,6 +278,7 @@ class TrialStage(RerunStage):
     def _note_given(self, state: _State, number: int, tree: Any) -> None:
         if number < self.own.stop:
             return
+        self.has_given = True
         for k, leaf in enumerate(pytree.tree_leaves(tree)):
             if isinstance(leaf, Tensor) and not isinstance(leaf, Hollow):
                 self.available[number, k] = leaf.detach()

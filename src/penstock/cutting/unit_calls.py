@@ -5,6 +5,7 @@ convolutional network. What a forward does before its first unit belongs to the 
 what it does after a unit belongs to that unit.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from penstock.cutting.own_backwards import ONE_AT_A_TIME
 from penstock.stage.unchanged import kept_as_it_was
 from penstock.torch_private import TorchDispatchMode, pytree, schema_of, version_of
 
+LOGGER = logging.getLogger("penstock")
 _RUN = "penstock_run"
 _NAME = "penstock_name"
 
@@ -100,7 +102,7 @@ def record_calls(model: nn.Module, kwargs: dict[str, Any], num_units: int) -> Re
         for name, module in model.named_modules()
         if name.rpartition(".")[2].isdigit() and type(module).forward is not nn.Module.forward
     ]
-    found = _record(model, entries, kwargs)
+    found = _record_counted(model, entries, kwargs)
     if len(found.calls) >= num_units:
         return found
     names = [name for name, _ in entries]
@@ -109,22 +111,43 @@ def record_calls(model: nn.Module, kwargs: dict[str, Any], num_units: int) -> Re
         for name, module in entries
         if not any(other.startswith(f"{name}.") for other in names)
     ]
-    return _record(model, innermost, kwargs)
+    return _record_counted(model, innermost, kwargs)
+
+
+def _record_counted(
+    model: nn.Module, entries: list[tuple[str, nn.Module]], kwargs: dict[str, Any]
+) -> Recording:
+    """Record a forward with the costs of its units, counted by parameters if not otherwise."""
+    try:
+        return _record(model, entries, kwargs, FlopCounterMode(display=False))
+    except Exception as exc:  # Counting hooks into the backward, which a model may not allow.
+        recording = _record(model, entries, kwargs, None)
+        LOGGER.info("stages are balanced by the bytes of their parameters: %s", exc)
+        return recording
 
 
 def _record(
-    model: nn.Module, entries: list[tuple[str, nn.Module]], kwargs: dict[str, Any]
+    model: nn.Module,
+    entries: list[tuple[str, nn.Module]],
+    kwargs: dict[str, Any],
+    operations: FlopCounterMode | None,
 ) -> Recording:
     known = {*model.parameters(), *model.buffers()}
     with ExitStack() as stack:
         stack.enter_context(ONE_AT_A_TIME)
         stack.enter_context(attributes_kept(model))
         stack.enter_context(kept_as_it_was(model))
-        operations = stack.enter_context(FlopCounterMode(display=False))
-        saved = stack.enter_context(counting_saved())
-        for tensor in known:
-            saved.leave_out(tensor)
-        run = _RecordingRun(lambda: (operations.get_total_flops(), saved.num_bytes))
+        count = None
+        if operations is not None:
+            stack.enter_context(operations)
+            saved = stack.enter_context(counting_saved())
+            for tensor in known:
+                saved.leave_out(tensor)
+
+            def count() -> tuple[int, int]:
+                return operations.get_total_flops(), saved.num_bytes
+
+        run = _RecordingRun(count)
         for name, module in entries:
             catch_calls(module, name, run)
             stack.callback(release_calls, module)
@@ -136,9 +159,11 @@ def _record(
 class _RecordingRun:
     """A forward of the whole model, of which the calls of units are recorded."""
 
-    def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, count: Callable[[], tuple[int, int]] | None) -> None:
+        """Begin; `count` returns the operations so far, and the bytes held for a backward."""
         self.is_inside = False
-        self._count = count
+        self._is_counted = count is not None
+        self._count = count or (lambda: (0, 0))
         self._counts: list[tuple[int, int]] = []
         self._calls: list[tuple[str, Any, Mapping[int, Any]]] = []
         self._arguments: list[list[tuple[int, Tensor, int]]] = []
@@ -191,6 +216,8 @@ class _RecordingRun:
                 k for k, tensor, version in self._arguments[number] if version_of(tensor) != version
             )
             cost = counted(name, operations, kept, parameter_bytes)
+            if not self._is_counted:
+                cost = LayerCost(name, max(1, parameter_bytes), parameter_bytes, 0)
             calls.append(UnitCall(name, output, changes, written, cost))
         return calls
 
