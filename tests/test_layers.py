@@ -12,6 +12,7 @@ MAY_USE = {
     "errors": "",
     "extras": "",
     "sealed": "",
+    "user_code": "",
     "ir": "",
     "costs": "ir",
     "schedules": "ir",
@@ -38,9 +39,10 @@ MAY_USE = {
     "planning": "torch torch_private ir costs passes solver partition microbatches cutting",
     "parallel": "torch torch_private extras ir schedules timeline sealed comm microbatches stage"
     " cutting runtime",
-    "training": "torch ir schedules timeline comm stage cutting runtime",
-    "cli": "torch torch_private extras ir costs schedules passes timeline sim solver draw studio"
-    " planning training replacing",
+    "training": "torch extras user_code ir costs schedules timeline sim comm stage cutting runtime"
+    " parallel",
+    "cli": "torch torch_private extras user_code ir costs schedules passes timeline sim solver draw"
+    " studio planning training replacing",
     "__main__": "cli",
 }
 

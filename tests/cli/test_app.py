@@ -14,7 +14,7 @@ from limits import PROCESS_S
 from penstock.cli.screen import print_json
 
 SCHEDULES = ("show", "simulate", "compare", "search", "verify", "convert")
-COMMANDS = (*SCHEDULES, "plan", "list", "train", "demo", "studio")
+COMMANDS = (*SCHEDULES, "plan", "list", "train", "export", "demo", "studio")
 
 
 @pytest.mark.parametrize("program", [[PROGRAM], [sys.executable, "-m", "penstock"]])

@@ -67,4 +67,4 @@ def test_page_shows_every_command() -> None:
     used = set(re.findall(r"penstock (\w+)", " ".join(example.command for example in examples())))
     # Those that train are shown by docs/training.md, the studio by docs/studio.md, and `run` by
     # docs/unchanged_programs.md.
-    assert named == used | {"demo", "run", "studio", "train"}
+    assert named == used | {"demo", "export", "run", "studio", "train"}

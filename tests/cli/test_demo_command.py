@@ -15,7 +15,8 @@ from penstock.costs import CostTable
 from penstock.schedules import get
 from penstock.sim import simulate
 from penstock.timeline import RecordedStep
-from penstock.training.settings import GptConfig, TrainConfig
+from penstock.training.gpt_sizes import GptConfig
+from penstock.training.settings import TrainConfig
 from penstock.training.side_by_side import Contender
 from penstock.training.trainer import StepDone
 

@@ -12,8 +12,11 @@ import penstock.cli.train_command as module
 from limits import PROCESS_S
 from penstock import schedules
 from penstock.cli.train_display import Bar, JsonLines, Lines, Silence, make_display
-from penstock.training.settings import GptConfig, TrainConfig
+from penstock.training.gpt_sizes import GptConfig
+from penstock.training.held_out import Evaluated
+from penstock.training.settings import TrainConfig
 from penstock.training.trainer import StepDone, Trained
+from penstock.training.watching import Seen
 
 TINY = TrainConfig(GptConfig(num_layers=4, width=16, num_heads=2, context=8), steps=100)
 SCHEDULE = schedules.get("ZB-V")(num_ranks=2, num_microbatches=8)
@@ -24,12 +27,17 @@ SCHEDULE = schedules.get("ZB-V")(num_ranks=2, num_microbatches=8)
     [
         (["--schedule", "ZBV2"], "There is no schedule named 'ZBV2'. Did you mean ZB-V?"),
         (["--schedule", "missing.csv"], "the schedule missing.csv cannot be read: "),
-        (["--size", "tinny"], "--size is 'tinny'. Did you mean tiny?"),
+        (["--model", "tinny"], "--model is 'tinny'. Did you mean tiny?"),
+        (["--size", "tinny"], "--model is 'tinny'. Did you mean tiny?"),
+        (["run.toml"], "run.toml has the key 'modle', which is not an option. Did you mean model?"),
         (["--ranks", "0"], "--ranks is 0. Expected a whole number, at least 1."),
         (["--steps", "-5"], "--steps is -5. Expected a whole number, at least 1."),
         (["--batch", "10"], "--batch is 10, which cannot be cut into 8 equal microbatches."),
         (["--ranks", "8"], "ZB-V on 8 ranks has 16 stages, but a model of 8 layers can be cut"),
-        (["--text", "missing"], "the text missing cannot be read: No such file or directory."),
+        (
+            ["--text", "missing"],
+            "--data is missing, which cannot be read: No such file or directory.",
+        ),
         (["--checkpoint", "file/folder"], "checkpoints cannot be written to file/folder: Not a"),
         (["--checkpoint", "empty", "--resume"], "there is no checkpoint in empty, so there is"),
         (["--resume"], "--resume is given without --checkpoint."),
@@ -42,6 +50,7 @@ def test_option_that_cannot_be_used_is_told_in_one_line_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("empty").mkdir()
+    Path("run.toml").write_text("modle = 'tiny'")
     monkeypatch.setattr(module, "start_ranks", lambda *given: pytest.fail("it was started"))
     assert run("train", *args).error.startswith(expected)
 
@@ -79,23 +88,55 @@ def test_each_rank_gets_the_options_that_were_given(
         "--width": "24",
         "--heads": "3",
         "--context": "12",
-        "--text": str(text),
+        "--data": str(text),
+        "--tokenizer": str(text),
         "--ranks": "3",
+        "--replicas": "2",
+        "--shards": "1",
         "--schedule": "Interleaved1F1B",
         "--stages-per-rank": "3",
         "--microbatches": "5",
-        "--batch": "15",
+        "--batch": "20",
+        "--accumulate": "2",
         "--steps": "77",
         "--lr": "0.25",
+        "--min-lr": "0.125",
+        "--warmup": "7",
+        "--weight-decay": "0.5",
+        "--clip": "1.5",
+        "--dtype": "float32",
+        "--autocast": "bfloat16",
         "--seed": "4",
+        "--eval-every": "5",
+        "--eval-share": "0.25",
+        "--eval-batches": "3",
         "--checkpoint": str(tmp_path / "run"),
         "--every": "11",
+        "--keep": "3",
+        "--sample": "some text",
         "--record": str(tmp_path / "run.json"),
+        "--log": str(tmp_path / "log.jsonl"),
+        "--tensorboard": str(tmp_path / "board"),
+        "--wandb": "project",
+        "--memory": "8GiB",
     }
     args = [f"{name}={value}" for name, value in given.items()]
+    args += ["--force"]
     assert 7 == run("train", *args, "--json").code
-    assert [(["train", *args, "--json"], 3)] == started
+    assert [(["train", *args, "--json"], 6)] == started
     run(*started[0][0])
+    assert started[0] == started[1]
+
+
+def test_options_in_a_file_are_as_on_the_command_line_which_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(module, "start_ranks", lambda args, num_ranks: started.append(args) or 0)
+    path = tmp_path / "run.toml"
+    path.write_text('model = "tiny"\nsteps = 5\nclip = 1\nranks = 1\n')
+    run("train", path, "--steps=7")
+    run("train", "--model=tiny", "--clip=1", "--ranks=1", "--steps=7")
     assert started[0] == started[1]
 
 
@@ -112,7 +153,11 @@ def test_interrupted_training_says_where_it_can_go_on(
 
 
 def steps(count: int) -> list[StepDone]:
-    return [StepDone(number, 3.0 + 1 / number, 0.5, 256.0) for number in range(1, count + 1)]
+    seen = Seen(bubble=0.125, memory_bytes=300 * 2**20)
+    return [
+        StepDone(number, 3.0 + 1 / number, 0.5, 256.0, 0.1, seen=seen if number == 5 else None)
+        for number in range(1, count + 1)
+    ]
 
 
 def test_lines_are_some_of_the_steps_and_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,13 +166,18 @@ def test_lines_are_some_of_the_steps_and_a_summary(capsys: pytest.CaptureFixture
     display.begin()
     for done in steps(100):
         display.show(done)
-    display.end(Trained(tuple(steps(100)), SCHEDULE))
-    first, *shown, loss, schedule = capsys.readouterr().out.splitlines()
+    display.show_evaluated(Evaluated(100, 0.0))
+    display.end(Trained(tuple(steps(100)), SCHEDULE, sample="to be continued"))
+    first, *shown, evaluated, loss, schedule, sample = capsys.readouterr().out.splitlines()
     assert "training 21,472 parameters (4 layers) in 4 stages on 2 ranks by ZB-V" == first
     assert [1, *range(5, 101, 5)] == [int(line.split()[1]) for line in shown]
-    assert "step 100  loss 3.0100  256 tokens/s" == shown[-1]
+    assert "step   1  loss 4.0000  256 tokens/s" == shown[0]
+    assert "step   5  loss 3.2000  256 tokens/s  bubble 12.5%  300 MiB  0:00 left" == shown[1]
+    assert "step 100  loss 3.0100  256 tokens/s  bubble 12.5%  300 MiB" == shown[-1]
+    assert "step 100  held out: loss 0.0000, perplexity 1.00" == evaluated
     assert "loss 3.0100 in step 100, 256 tokens/s (median)" == loss
     assert schedule.startswith("schedule ZB-V, expected bubble 2.0%")
+    assert "sample: to be continued" == sample
 
 
 def test_schedule_that_was_found_is_not_judged_by_equal_costs(
@@ -144,10 +194,12 @@ def test_bar_ends_with_where_everything_is(capsys: pytest.CaptureFixture[str]) -
     display.begin()
     for done in steps(2):
         display.show(done)
+    display.show_evaluated(Evaluated(2, 0.0))
     display.end(Trained(tuple(steps(2)), SCHEDULE))
     printed = capsys.readouterr().out
     assert "step 2/2" in printed
     assert "loss 3.5000  256 tokens/s" in printed
+    assert "held out: loss 0.0000, perplexity 1.00" in printed
     *_, checkpoint, recording = printed.splitlines()
     assert "checkpoint runs/step-000002" == checkpoint
     assert 'recording run.json: view it with "penstock show run.json"' == recording
@@ -169,10 +221,12 @@ def test_json_is_one_object_for_each_step(capsys: pytest.CaptureFixture[str]) ->
     display.begin()
     for done in steps(2):
         display.show(done)
+    display.show_evaluated(Evaluated(2, 0.0))
     display.end(Trained(tuple(steps(2)), SCHEDULE))
     expected = [
-        {"step": 1, "loss": 4.0, "duration_s": 0.5, "tokens_per_s": 256.0},
-        {"step": 2, "loss": 3.5, "duration_s": 0.5, "tokens_per_s": 256.0},
+        {"step": 1, "loss": 4.0, "lr": 0.1, "duration_s": 0.5, "tokens_per_s": 256.0},
+        {"step": 2, "loss": 3.5, "lr": 0.1, "duration_s": 0.5, "tokens_per_s": 256.0},
+        {"step": 2, "eval_loss": 0.0, "perplexity": 1.0},
     ]
     assert expected == [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -182,5 +236,6 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(display, Silence)
     display.begin()
     display.show(steps(1)[0])
+    display.show_evaluated(Evaluated(1, 0.0))
     display.end(None)
     assert "" == capsys.readouterr().out

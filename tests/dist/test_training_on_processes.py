@@ -17,8 +17,10 @@ import pytest
 from launcher import launch_command
 from limits import PROCESS_S
 from penstock.comm import LocalGroup, local_ranks
-from penstock.training.settings import GptConfig, TrainConfig
-from penstock.training.text import read_text
+from penstock.training.choices import Data
+from penstock.training.documents import read_documents
+from penstock.training.gpt_sizes import GptConfig
+from penstock.training.settings import TrainConfig
 from penstock.training.trainer import Trained, train
 
 pytestmark = pytest.mark.dist
@@ -53,7 +55,7 @@ def expected(text: Path) -> list[float]:
 
     def main(group: LocalGroup) -> Trained:
         config = TrainConfig(MODEL, batch=8, lr=0.01, steps=26)
-        return train(config, read_text(str(text), context=8), group=group)
+        return train(config, Data(read_documents([str(text)])), group=group)
 
     return [done.loss for done in local_ranks(2, main)[0].steps]
 
@@ -114,7 +116,6 @@ def two_nodes(folder: Path, args: list[str]) -> str:
 
 
 def test_failure_of_a_rank_is_told_in_one_line_by_the_rank_that_failed(text: Path) -> None:
-    # The last stage, which has the loss, is on rank 1.
     failed = command("train", *SIZES[:-1], f"--text={text}", "--schedule=1F1B", "--lr=1e30")
     assert 1 == failed.returncode
     [line] = failed.stderr.splitlines()

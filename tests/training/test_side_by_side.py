@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from small_runs import PLAIN, TEXT, losses
+from small_runs import DATA, PLAIN, losses
 
 from penstock import Recording
 from penstock.comm import LocalGroup, local_ranks
@@ -21,7 +21,7 @@ def test_each_schedule_trains_as_it_would_alone(tmp_path: Path) -> None:
 
     def run_rank(group: LocalGroup) -> list[Contender]:
         return train_side_by_side(
-            configs, TEXT, group=group, on_step=lambda name, done: told.append((name, done.step))
+            configs, DATA, group=group, on_step=lambda name, done: told.append((name, done.step))
         )
 
     found, others = local_ranks(2, run_rank)
@@ -38,7 +38,7 @@ def test_each_schedule_trains_as_it_would_alone(tmp_path: Path) -> None:
 
 def test_first_step_does_not_count_for_the_speed_unless_it_is_alone(tmp_path: Path) -> None:
     config = replace(PLAIN, num_ranks=1, steps=1, schedule="1F1B", record=str(tmp_path / "run"))
-    [[contender]] = local_ranks(1, lambda group: train_side_by_side([config], TEXT, group=group))
+    [[contender]] = local_ranks(1, lambda group: train_side_by_side([config], DATA, group=group))
     steps = [StepDone(n, 1.0, duration_s, 64 / duration_s) for n, duration_s in enumerate((9, 1))]
     two = replace(contender, steps=tuple(steps))
     assert (1, 64) == (two.step_s, two.tokens_per_s)

@@ -1,23 +1,21 @@
+import math
 import shutil
 import sys
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import MODEL, PLAIN, TEXT, losses, run, saved_in
+from small_runs import DATA, MODEL, PLAIN, losses, run, saved_in
 
-from nccl_stand_in import Pairs, use_stand_in
 from penstock.comm import LocalGroup, local_ranks
-from penstock.comm.channels import both_ways
 from penstock.errors import AgreementError, OptionError
-from penstock.ir.message import Channel
 from penstock.timeline.recording import Recording
+from penstock.training.choices import Data
+from penstock.training.documents import Documents
+from penstock.training.gpt_sizes import GptConfig
 from penstock.training.saved import check_same, find_latest, kept_from_others
-from penstock.training.settings import GptConfig
-from penstock.training.text import Text
-from penstock.training.trainer import Trained, train
+from penstock.training.trainer import train
 
 # A full backward and its two halves round differently in their products: a few bits of a loss.
 ROUNDING = 1e-5
@@ -30,6 +28,14 @@ WAYS = [
     {"num_ranks": 4, "schedule": "ZB-H1"},
     {"num_ranks": 2, "schedule": "auto"},
 ]
+FEATURES = [
+    {"clip": 0.5, "warmup": 2, "min_lr": 0.001},
+    {"accumulate": 2},
+    {"autocast": "bfloat16"},
+    {"dtype": "bfloat16"},
+    {"dtype": "float64", "weight_decay": 0.5},
+]
+"""Each changes the training, and none of them what ranks have to do with it."""
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +58,21 @@ def test_run_resumed_in_any_way_goes_on_as_if_it_had_not_ended(
     shutil.copytree(half_way, tmp_path, dirs_exist_ok=True)
     found = losses(checkpoint=str(tmp_path), resume=True, **way)
     assert uninterrupted[2:] == pytest.approx(found, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=str)
+def test_feature_gives_the_same_losses_on_any_number_of_ranks_and_when_resumed(
+    uninterrupted: list[float], tmp_path: Path, feature: dict[str, Any]
+) -> None:
+    expected = losses(num_ranks=1, schedule="ZB-H1", **feature)
+    assert uninterrupted != expected
+    assert expected == losses(num_ranks=2, schedule="ZB-V", **feature)
+    # As if it was stopped: the last step, to which the learning rate falls, stays the same.
+    folder = str(tmp_path)
+    run(checkpoint=folder, num_ranks=1, schedule="ZB-H1", every=2, keep=9, **feature)
+    shutil.rmtree(tmp_path / "step-000004")
+    found = losses(checkpoint=folder, resume=True, num_ranks=4, schedule="ZB-H1", **feature)
+    assert expected[2:] == found
 
 
 @pytest.mark.parametrize(
@@ -88,7 +109,7 @@ def test_only_rank_0_knows_and_tells_of_steps() -> None:
     def main(group: LocalGroup) -> int:
         done = train(
             replace(PLAIN, schedule="1F1B"),
-            TEXT,
+            DATA,
             group=group,
             on_step=lambda done: told[group.rank].append(done.step),
         )
@@ -127,16 +148,60 @@ def test_loss_that_is_not_finite_ends_the_run() -> None:
 
 
 def test_other_number_of_ranks_than_there_are_is_rejected() -> None:
-    with pytest.raises(OptionError, match=r"--ranks is 2, but there are 1\. Give that"):
-        local_ranks(1, lambda group: train(PLAIN, TEXT, group=group))
+    with pytest.raises(OptionError, match=r"but there are 1\. Give that"):
+        local_ranks(1, lambda group: train(PLAIN, DATA, group=group))
 
 
-def test_ranks_with_different_texts_are_rejected() -> None:
+def test_ranks_with_different_data_are_rejected() -> None:
     def main(group: LocalGroup) -> None:
-        train(PLAIN, Text("", TEXT.data[group.rank :]), group=group)
+        [text] = DATA.documents.parts
+        train(PLAIN, Data(Documents((), (text[group.rank :],))), group=group)
 
-    with pytest.raises(AgreementError, match="the ranks disagree on the text"):
+    with pytest.raises(AgreementError, match="the ranks disagree on the data"):
         local_ranks(2, main)
+
+
+def test_pipelines_need_processes() -> None:
+    config = replace(PLAIN, replicas=2, num_ranks=1)
+    with pytest.raises(OptionError, match="--replicas and --shards need processes"):
+        local_ranks(2, lambda group: train(config, DATA, group=group))
+
+
+def test_evaluation_is_on_held_out_data_and_the_same_on_any_number_of_ranks() -> None:
+    options = {"eval_share": 0.2, "eval_every": 2, "steps": 5}
+    expected = run(num_ranks=1, schedule="ZB-H1", **options)
+    found = run(num_ranks=2, schedule="ZB-V", **options)
+    assert [2, 4, 5] == [each.step for each in found.evaluated]
+    assert expected.evaluated == found.evaluated
+    first, *_, last = found.evaluated
+    assert last.loss < first.loss
+    assert math.exp(last.loss) == pytest.approx(last.perplexity)
+    assert losses(steps=5, schedule="ZB-V") != [done.loss for done in found.steps]
+    apart = run(Data(DATA.documents, Documents(("other",), (b"a fox " * 20,))), eval_data=("x",))
+    assert [4] == [each.step for each in apart.evaluated]
+
+
+def test_evaluation_alone_is_that_of_the_last_checkpoint(tmp_path: Path) -> None:
+    options = {"eval_share": 0.2, "checkpoint": str(tmp_path), "steps": 2}
+    expected = run(num_ranks=2, **options)
+    found = run(num_ranks=1, resume=True, evaluate_only=True, **options)
+    assert ((), expected.evaluated) == (found.steps, found.evaluated)
+
+
+def test_text_is_continued_by_the_likeliest_tokens() -> None:
+    options = {"steps": 60, "lr": 0.02, "sample": "the quick "}
+    found = run(num_ranks=1, schedule="ZB-H1", **options).sample
+    assert found.startswith("the quick ")
+    assert 64 + len("the quick ") == len(found)
+    assert found == run(num_ranks=2, schedule="ZB-V", **options).sample
+
+
+def test_only_some_steps_are_measured_and_auto_has_no_bubble_in_its_first() -> None:
+    done = run(steps=40, schedule="auto").steps
+    assert [step % 2 == 0 for step in range(1, 41)] == [each.seen is not None for each in done]
+    assert all(0 <= each.seen.bubble < 1 for each in done if each.seen)
+    assert run(steps=1, schedule="auto").steps[0].seen.bubble is None
+    assert done[-1].seen.memory_bytes > 10_000_000
 
 
 @pytest.mark.parametrize(
@@ -148,18 +213,22 @@ def test_ranks_with_different_texts_are_rejected() -> None:
         ({"model": replace(MODEL, context=4)}, "has context 8, but --context is 4"),
         ({"batch": 16}, "has batch 8, but --batch is 16"),
         ({"seed": 1}, "has seed 0, but --seed is 1"),
-        ({"text": Text("", TEXT.data + b"!")}, "read a different text from .* Give the same"),
+        ({"accumulate": 2}, "has accumulate 1, but --accumulate is 2"),
+        ({"dtype": "bfloat16"}, "has dtype float32, but --dtype is bfloat16"),
+        ({"eval_share": 0.5}, "has eval-share 0.0, but --eval-share is 0.5"),
+        ({"data": Documents((), (b"!",))}, "had another --data than now. Give the same data"),
+        ({"tokenizer": __file__}, "had another --tokenizer than now. Give the same tokenizer"),
         ({"steps": 2}, "is already at step 2, and --steps is 2. Give more --steps to continue."),
     ],
 )
 def test_going_on_with_something_else_is_rejected(
     half_way: Path, options: dict[str, Any], expected: str
 ) -> None:
-    text = options.get("text", TEXT)
-    changed = {name: value for name, value in options.items() if name != "text"}
+    changed = {"data": (), **options}
+    documents = changed.pop("data") or DATA.documents
     config = replace(PLAIN, checkpoint=str(half_way), resume=True, **changed)
     with pytest.raises(OptionError, match=expected):
-        check_same(find_latest(half_way), config, text)
+        check_same(find_latest(half_way), config, documents)
 
 
 def test_rank_itself_checks_what_it_goes_on_with(half_way: Path) -> None:
@@ -176,17 +245,3 @@ def test_second_training_in_one_folder_at_once_is_rejected(tmp_path: Path) -> No
     ):
         run(checkpoint=str(folder))
     assert 4 == len(run(checkpoint=str(folder)).steps)
-
-
-def test_trainer_opens_the_channels_that_it_uses() -> None:
-    """The loss goes by a channel of its own from the last stage's rank to rank 0."""
-    lines: defaultdict[int, Pairs] = defaultdict(dict)
-    config = replace(PLAIN, num_ranks=3, schedule="1F1B", steps=2)
-
-    def main(group: LocalGroup) -> Trained:
-        use_stand_in(group, lines)
-        return train(config, TEXT, group=group)
-
-    trained = local_ranks(3, main)[0]
-    assert 2 == len(trained.steps)
-    assert [{Channel(2, 0)}, both_ways([(0, 1), (1, 2)])] == [set(lines[0]), set(lines[1])]

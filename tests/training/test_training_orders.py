@@ -7,8 +7,9 @@ import pytest
 from penstock import schedules
 from penstock.errors import OptionError, ScheduleError
 from penstock.ir import Placement
+from penstock.training.gpt_sizes import GptConfig
 from penstock.training.orders import choose_orders
-from penstock.training.settings import GptConfig, TrainConfig
+from penstock.training.settings import TrainConfig
 
 PLAIN = TrainConfig(GptConfig(num_layers=4, width=16, num_heads=2, context=8))
 

@@ -15,6 +15,7 @@ import typer
 from penstock.cli.compare_command import compare
 from penstock.cli.convert_command import convert
 from penstock.cli.demo_command import demo
+from penstock.cli.export_command import export
 from penstock.cli.list_command import list_schedules
 from penstock.cli.plan_command import plan
 from penstock.cli.run_command import run
@@ -43,6 +44,7 @@ app.command()(plan)
 app.command()(verify)
 app.command()(convert)
 app.command()(train)
+app.command()(export)
 app.command()(run)
 app.command("list")(list_schedules)
 

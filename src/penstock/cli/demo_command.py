@@ -12,11 +12,11 @@ from penstock.cli.screen import console
 from penstock.errors import OptionError
 from penstock.extras import needed_by
 from penstock.schedules import get
-from penstock.training.choices import check_run
+from penstock.training.choices import Data, check_run
+from penstock.training.gpt_sizes import GptConfig
 from penstock.training.launching import is_worker
 from penstock.training.orders import AUTO, is_file
-from penstock.training.settings import GptConfig, TrainConfig
-from penstock.training.text import Text
+from penstock.training.settings import TrainConfig
 
 BASELINE = "1F1B"
 _MODEL = GptConfig(num_layers=8, width=192, num_heads=4, context=64)
@@ -47,9 +47,9 @@ def demo(
     penstock demo --schedule ZB-H1 --folder /tmp/demo
     """
     configs = _configs(steps, schedule, ranks, microbatches, Path(folder))
-    texts = [check_run(config) for config in configs]
+    read = [check_run(config) for config in configs]
     if is_worker(os.environ):
-        raise typer.Exit(be_rank(lambda: _work(configs, texts[0], Path(folder))))
+        raise typer.Exit(be_rank(lambda: _work(configs, read[0], Path(folder))))
     with needed_by("the demo", ["matplotlib"], extra="cli,draw", error=OptionError):
         import matplotlib  # noqa: F401  # Checked now: the pictures are drawn at the end.
     given = {
@@ -93,7 +93,7 @@ def _configs(
     ]
 
 
-def _work(configs: list[TrainConfig], text: Text, folder: Path) -> None:
+def _work(configs: list[TrainConfig], data: Data, folder: Path) -> None:
     """Run as one of the ranks; rank 0 shows the progress and the report."""
     from penstock.cli.demo_report import Progress, report
     from penstock.training.side_by_side import train_side_by_side
@@ -101,6 +101,6 @@ def _work(configs: list[TrainConfig], text: Text, folder: Path) -> None:
 
     is_first = os.environ["RANK"] == "0"
     with Progress(configs, console(), is_shown=is_first) as progress, joined() as device:
-        contenders = train_side_by_side(configs, text, device=device, on_step=progress.show)
+        contenders = train_side_by_side(configs, data, device=device, on_step=progress.show)
     if is_first:
         report(contenders, folder, console())

@@ -43,10 +43,9 @@ class Progress(AbstractContextManager["Progress"]):
         )
         self._task = self._bar.add_task("", total=self._steps, facts="starting")
         if is_shown:
-            model, ranks = configs[0].model, configs[0].num_ranks
             print(
-                f"Training {model.num_parameters / 1e6:.1f} million parameters on {ranks} "
-                f"processes, by {' and by '.join(self._names)} in turn.",
+                f"Training {configs[0].model} on {configs[0].num_ranks} processes, by "
+                f"{' and by '.join(self._names)} in turn.",
                 flush=True,
             )
 

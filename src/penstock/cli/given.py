@@ -17,7 +17,7 @@ from penstock.schedules import get
 from penstock.schedules.generator import Generator
 from penstock.solver.placement_choices import describe
 from penstock.timeline import Recording
-from penstock.training.settings import check_size
+from penstock.training.checks import check_size
 
 _NUM_RANKS, _NUM_MICROBATCHES = 4, 8  # The defaults.
 

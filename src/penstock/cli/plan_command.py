@@ -9,12 +9,12 @@ from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.levels_option import LevelTexts, read_levels
 from penstock.cli.options import AsJson, Effort, Output, Seconds
 from penstock.cli.screen import print_json, print_table, sign_of_life
-from penstock.cli.user_code import errors_in_one_line, load_function
 from penstock.costs.amounts import to_amount, to_counts
 from penstock.costs.memory_levels import describe_levels
 from penstock.costs.units import MemoryUnit, TimeUnit, in_memory, in_time
 from penstock.errors import OptionError
 from penstock.solver.placement_choices import describe
+from penstock.user_code import errors_in_one_line, load_function
 
 if TYPE_CHECKING:  # torch is loaded when the command runs.
     from torch import nn

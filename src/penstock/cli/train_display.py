@@ -2,19 +2,22 @@
 
 import json
 import sys
+import time
 from abc import ABC, abstractmethod
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.screen import console
 from penstock.sim import simulate
 from penstock.solver.registered_schedules import registered
+from penstock.training.log_sinks import figures_of
 from penstock.training.orders import AUTO, choose_orders
-from penstock.training.saved import step_folder
+from penstock.training.saved import saved_steps, step_folder
 from penstock.training.settings import TrainConfig
 
 if TYPE_CHECKING:
+    from penstock.training.forecast import Forecast
+    from penstock.training.held_out import Evaluated
     from penstock.training.trainer import StepDone, Trained
 
 _LINES = 20
@@ -29,8 +32,16 @@ class AbstractDisplay(ABC):
         """Start the display before the first step."""
 
     @abstractmethod
+    def show_forecast(self, found: "Forecast") -> None:
+        """Show what the run is expected to need, before its first step."""
+
+    @abstractmethod
     def show(self, done: "StepDone") -> None:
         """Show a step that has finished."""
+
+    @abstractmethod
+    def show_evaluated(self, found: "Evaluated") -> None:
+        """Show an evaluation."""
 
     @abstractmethod
     def end(self, trained: "Trained | None") -> None:
@@ -51,7 +62,11 @@ class Silence(AbstractDisplay):
 
     def begin(self) -> None: ...
 
+    def show_forecast(self, found: "Forecast") -> None: ...
+
     def show(self, done: "StepDone") -> None: ...
+
+    def show_evaluated(self, found: "Evaluated") -> None: ...
 
     def end(self, trained: "Trained | None") -> None: ...
 
@@ -61,8 +76,14 @@ class JsonLines(AbstractDisplay):
 
     def begin(self) -> None: ...
 
+    def show_forecast(self, found: "Forecast") -> None: ...
+
     def show(self, done: "StepDone") -> None:
-        print(json.dumps(asdict(done)), flush=True)
+        print(json.dumps({"step": done.step, **figures_of(done)}), flush=True)
+
+    def show_evaluated(self, found: "Evaluated") -> None:
+        figures = {"eval_loss": found.loss, "perplexity": found.perplexity}
+        print(json.dumps({"step": found.step, **figures}), flush=True)
 
     def end(self, trained: "Trained | None") -> None: ...
 
@@ -74,20 +95,24 @@ class Lines(AbstractDisplay):
         self._config = config
         self._every = max(config.steps // _LINES, 1)
         self._is_first = True
+        self._facts = _Facts(config)
 
     def begin(self) -> None:
         print(describe(self._config), flush=True)
+
+    def show_forecast(self, found: "Forecast") -> None:
+        print(found, flush=True)
 
     def show(self, done: "StepDone") -> None:
         is_last = done.step == self._config.steps
         if self._is_first or is_last or done.step % self._every == 0:
             width = len(str(self._config.steps))
-            print(
-                f"step {done.step:{width}d}  loss {done.loss:.4f}  "
-                f"{done.tokens_per_s:,.0f} tokens/s",
-                flush=True,
-            )
+            left = "" if is_last else self._facts.time_left(done.step)
+            print(f"step {done.step:{width}d}  {self._facts.of(done)}{left}", flush=True)
         self._is_first = False
+
+    def show_evaluated(self, found: "Evaluated") -> None:
+        print(describe_evaluated(found), flush=True)
 
     def end(self, trained: "Trained | None") -> None:
         if trained is not None:
@@ -109,14 +134,20 @@ class Bar(AbstractDisplay):
             console=console(),
         )
         self._task = self._bar.add_task("", total=config.steps, facts="starting")
+        self._facts = _Facts(config)
 
     def begin(self) -> None:
         print(describe(self._config), flush=True)
         self._bar.start()
 
+    def show_forecast(self, found: "Forecast") -> None:
+        self._bar.console.print(str(found))
+
     def show(self, done: "StepDone") -> None:
-        facts = f"loss {done.loss:.4f}  {done.tokens_per_s:,.0f} tokens/s"
-        self._bar.update(self._task, completed=done.step, facts=facts)
+        self._bar.update(self._task, completed=done.step, facts=self._facts.of(done))
+
+    def show_evaluated(self, found: "Evaluated") -> None:
+        self._bar.console.print(describe_evaluated(found))
 
     def end(self, trained: "Trained | None") -> None:
         self._bar.stop()
@@ -124,27 +155,67 @@ class Bar(AbstractDisplay):
             print(summarise(self._config, trained), flush=True)
 
 
+class _Facts:
+    """The facts of a step in one line; those that are measured now and then stay until the next."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._seen = ""
+        self._began: tuple[int, float] | None = None
+
+    def of(self, done: "StepDone") -> str:
+        if done.seen is not None:
+            bubble = "" if done.seen.bubble is None else f"  bubble {done.seen.bubble:.1%}"
+            self._seen = f"{bubble}  {done.seen.memory_bytes / 2**20:,.0f} MiB"
+        if self._began is None:
+            self._began = done.step, time.monotonic()
+        return f"loss {done.loss:.4f}  {done.tokens_per_s:,.0f} tokens/s{self._seen}"
+
+    def time_left(self, step: int) -> str:
+        if self._began is None or step == self._began[0]:
+            return ""
+        since, began_s = self._began
+        left_s = (time.monotonic() - began_s) / (step - since) * (self._config.steps - step)
+        minutes, seconds = divmod(round(left_s), 60)
+        return f"  {minutes}:{seconds:02d} left"
+
+
+def describe_evaluated(found: "Evaluated") -> str:
+    """Return a line for an evaluation."""
+    return f"step {found.step}  held out: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}"
+
+
 def describe(config: TrainConfig) -> str:
     """Return a line that describes the run before it begins."""
-    model, num_stages = config.model, choose_orders(config).placement.num_stages
+    num_stages = choose_orders(config).placement.num_stages
     went_on = f", from the last checkpoint in {config.checkpoint}" if config.resume else ""
+    times = f" x {config.num_pipelines} pipelines" if config.num_pipelines > 1 else ""
+    what = "evaluating" if config.evaluate_only else "training"
+    if config.export and config.steps in saved_steps(Path(config.checkpoint)):
+        what = "exporting"
     return (
-        f"training {model.num_parameters:,} parameters ({model.num_layers} layers) in "
-        f"{num_stages} stages on {config.num_ranks} ranks by {config.schedule}{went_on}"
+        f"{what} {config.model} in {num_stages} stages on {config.num_ranks} ranks{times} by "
+        f"{config.schedule}{went_on}"
     )
 
 
 def summarise(config: TrainConfig, trained: "Trained") -> str:
     """Return lines that summarise the finished run."""
-    lines = [
-        f"loss {trained.steps[-1].loss:.4f} in step {trained.steps[-1].step}, "
-        f"{trained.tokens_per_s:,.0f} tokens/s (median)",
-        _describe_schedule(config, trained),
-    ]
-    if config.checkpoint:
-        lines.append(f"checkpoint {step_folder(Path(config.checkpoint), config.steps)}")
+    lines = []
+    if trained.steps:
+        lines += [
+            f"loss {trained.steps[-1].loss:.4f} in step {trained.steps[-1].step}, "
+            f"{trained.tokens_per_s:,.0f} tokens/s (median)",
+            _describe_schedule(config, trained),
+        ]
+        if config.checkpoint:
+            lines.append(f"checkpoint {step_folder(Path(config.checkpoint), config.steps)}")
     if config.record:
         lines.append(f'recording {config.record}: view it with "penstock show {config.record}"')
+    if config.export:
+        lines.append(f"exported to {config.export}, for transformers")
+    if trained.sample:
+        lines.append(f"sample: {trained.sample}")
     return "\n".join(lines)
 
 

@@ -1,128 +1,132 @@
-"""The options of a run, and the checks of them that do not need torch."""
+"""From options to the config of a run, and the checks of it that do not need torch."""
 
-import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from penstock.errors import OptionError
+from penstock.training.documents import Documents, read_documents
 from penstock.training.launching import is_worker
+from penstock.training.model_sources import HuggingFaceModel, find_model
 from penstock.training.orders import AUTO, choose_orders, is_file, read_schedule
-from penstock.training.saved import Saved, check_folder, check_same, find_latest
-from penstock.training.settings import SIZES, GptConfig, TrainConfig
-from penstock.training.text import Text, read_text
+from penstock.training.saved import check_folder, check_same, digests_of, find_latest
+from penstock.training.settings import TrainConfig, option_of
 
-DEFAULT_SIZE = "small"
-_Value = TypeVar("_Value")
+_DEFAULT_SHARE = 0.05
+_OF_MODEL = ("model", "layers", "width", "heads", "context")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """The options of a run; None if an option was left out.
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What a run reads."""
 
-    A resumed run takes the options that were left out from its checkpoint, if they are there.
-    A schedule in a file has its own numbers of ranks and microbatches.
+    documents: Documents
+    evaluated: Documents | None = None
+    """Data to evaluate on, if it is not a share of `documents`."""
+
+
+def make_config(given: Mapping[str, Any], env: Mapping[str, str]) -> TrainConfig:
+    """Return the config of options by their names; on a started rank, `env` has the processes.
+
+    A resumed run takes the options that were left out from its checkpoint, if they are there. A
+    schedule in a file has its own numbers of ranks and microbatches.
     """
-
-    size: str | None = None
-    layers: int | None = None
-    width: int | None = None
-    heads: int | None = None
-    context: int | None = None
-    text: str | None = None
-    ranks: int | None = None
-    schedule: str | None = None
-    stages_per_rank: int | None = None
-    microbatches: int | None = None
-    batch: int | None = None
-    steps: int | None = None
-    lr: float | None = None
-    seed: int | None = None
-    checkpoint: str = ""
-    every: int | None = None
-    resume: bool = False
-    record: str = ""
-
-    def config(self, env: Mapping[str, str]) -> TrainConfig:
-        """Return the config of the run; on a started rank, `env` has the number of ranks."""
-        plain = TrainConfig(SIZES[DEFAULT_SIZE])
-        is_there = self.resume and self.checkpoint
-        saved = find_latest(Path(self.checkpoint)) if is_there else None
-        name = _first(self.schedule, plain.schedule)
-        in_file = read_schedule(name) if is_file(name) else None
-        before = saved or Saved.of(plain, Text("", b""))
-        own_microbatches = in_file.num_microbatches if in_file else before.num_microbatches
-        own_ranks = in_file.num_ranks if in_file else plain.num_ranks
-        return TrainConfig(
-            self._model(before.model),
-            text=_first(self.text, before.text),
-            num_ranks=_num_ranks(self.ranks, env, own_ranks),
-            schedule=name,
-            stages_per_rank=self.stages_per_rank,
-            num_microbatches=_first(self.microbatches, own_microbatches),
-            batch=_first(self.batch, before.batch),
-            steps=_first(self.steps, plain.steps),
-            lr=_first(self.lr, before.lr),
-            seed=_first(self.seed, before.seed),
-            checkpoint=self.checkpoint,
-            every=_first(self.every, plain.every),
-            resume=self.resume,
-            record=self.record,
-        )
-
-    def _model(self, otherwise: GptConfig) -> GptConfig:
-        if self.size is not None and self.size not in SIZES:
-            close = difflib.get_close_matches(self.size.lower(), SIZES, n=1)
-            hint = f"Did you mean {close[0]}? " if close else ""
-            raise OptionError(
-                f"--size is {self.size!r}. {hint}Expected one of {', '.join(SIZES)}; or give "
-                "--layers, --width, --heads and --context."
-            )
-        base = otherwise if self.size is None else SIZES[self.size]
-        return replace(
-            base,
-            num_layers=_first(self.layers, base.num_layers),
-            width=_first(self.width, base.width),
-            num_heads=_first(self.heads, base.num_heads),
-            context=_first(self.context, base.context),
-        )
+    options = dict(given)
+    if options.get("resume") and options.get("checkpoint"):
+        kept = find_latest(Path(options["checkpoint"])).kept()
+        if "model" in options:
+            kept = {name: value for name, value in kept.items() if name not in _OF_MODEL}
+        options = {**kept, **options}
+    name = options.get("schedule", "")
+    in_file = read_schedule(name) if is_file(name) else None
+    if in_file is not None:
+        options.setdefault("microbatches", in_file.num_microbatches)
+    started = _started_ranks(options, env)
+    if started is not None:
+        options["ranks"] = started
+    elif in_file is not None:
+        options.setdefault("ranks", in_file.num_ranks)
+    _choose_share(options)
+    names = {option_of(field.name): field.name for field in fields(TrainConfig)}
+    values: dict[str, Any] = {
+        names[option]: tuple(value) if isinstance(value, list) else value
+        for option, value in options.items()
+        if option not in _OF_MODEL
+    }
+    return TrainConfig(find_model(options), **values)
 
 
-def check_run(config: TrainConfig) -> Text:
-    """Return the text that the run reads; raise an error if the run is impossible."""
+def _choose_share(options: dict[str, Any]) -> None:
+    """Hold out a share of the data if something is to be evaluated and nothing is said."""
+    is_wanted = options.get("eval-every") is not None or options.get("evaluate-only")
+    if is_wanted and not options.get("eval-data"):
+        options.setdefault("eval-share", _DEFAULT_SHARE)
+
+
+def check_run(config: TrainConfig) -> Data:
+    """Return the data that the run reads; raise an error if the run is impossible."""
     choose_orders(config)
-    text = read_text(config.text, context=config.model.context)
+    documents = read_documents(config.data)
+    _check_length(config, documents)
+    evaluated = read_documents(config.eval_data, option="eval-data") if config.eval_data else None
+    digests_of(config, documents)
     if config.checkpoint:
         check_folder(config)
     first = 0
     if config.resume:
         saved = find_latest(Path(config.checkpoint))
-        check_same(saved, config, text)
+        check_same(saved, config, documents)
         first = saved.step
-    if config.record:
-        _check_record(Path(config.record))
-        if config.schedule.lower() == AUTO and config.steps - first < 2:
-            raise OptionError(
-                "--record is given for a single step with --schedule auto. Its first step counts "
-                "memory and is not recorded. Train for more --steps, or with another --schedule."
-            )
-    return text
+    elif config.evaluate_only and not _has_weights(config):
+        raise OptionError(
+            "--evaluate-only is given, but there are no weights to evaluate. Give --checkpoint "
+            "and --resume, or a --model with weights."
+        )
+    for name in ("record", "log"):
+        if getattr(config, name):
+            _check_file(name, Path(getattr(config, name)))
+    if config.record and config.schedule.lower() == AUTO and config.steps - first < 2:
+        raise OptionError(
+            "--record is given for a single step with --schedule auto. Its first step counts "
+            "memory and is not recorded. Train for more --steps, or with another --schedule."
+        )
+    if config.export and not isinstance(config.model, HuggingFaceModel):
+        raise OptionError(
+            f"--export is {config.export}, but {config.model} is not a model of transformers. "
+            "Expected --model to be a folder of Hugging Face; others are in the --checkpoint."
+        )
+    return Data(documents, evaluated)
 
 
-def _check_record(path: Path) -> None:
+def _check_length(config: TrainConfig, documents: Documents) -> None:
+    """Raise an error if bytes are too few; other tokens are counted once ranks have made them."""
+    if config.tokenizer_file is None and documents.num_tokens_at_most <= config.context:
+        raise OptionError(
+            f"the data, {documents.name}, has {documents.num_tokens_at_most} bytes. Expected at "
+            f"least {config.context + 1}, because --context is {config.context}: give longer "
+            "--data, or a smaller --context."
+        )
+
+
+def _has_weights(config: TrainConfig) -> bool:
+    return not isinstance(config.model, HuggingFaceModel) or config.model.has_weights
+
+
+def _check_file(name: str, path: Path) -> None:
     is_there = path.is_file() if path.exists() else path.parent.is_dir()
     if not is_there or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise OptionError(
-            f"--record is {path}, which cannot be written. "
+            f"--{name} is {path}, which cannot be written. "
             "Name a file in an existing folder that you can write to."
         )
 
 
-def _num_ranks(given: int | None, env: Mapping[str, str], otherwise: int) -> int:
+def _started_ranks(options: Mapping[str, Any], env: Mapping[str, str]) -> int | None:
+    """Return the ranks of each pipeline if a launcher has started them, else None."""
     if not is_worker(env):
-        return _first(given, otherwise)
+        return None
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not env[name].isdecimal():
             raise OptionError(
@@ -130,13 +134,12 @@ def _num_ranks(given: int | None, env: Mapping[str, str], otherwise: int) -> int
                 "sets it. Unset it to start ranks on this machine."
             )
     started = int(env["WORLD_SIZE"])
-    if given not in (None, started):
+    pipelines = options.get("replicas", 1) * options.get("shards", 1)
+    given = options.get("ranks", max(1, started // pipelines))
+    if given * pipelines != started:
+        each = f" in each of {pipelines} pipelines" if pipelines > 1 else ""
         raise OptionError(
-            f"--ranks is {given}, but {started} were started. Leave it out if a launcher starts "
-            "the ranks."
+            f"--ranks is {given}{each}, but {started} were started. Leave it out if a launcher "
+            "starts the ranks."
         )
-    return started
-
-
-def _first(given: _Value | None, otherwise: _Value) -> _Value:
-    return otherwise if given is None else given
+    return int(given)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from penstock.cutting.cut_model import CutModel
 from penstock.cutting.cut_policies import Balanced
 from penstock.cutting.untraced_cut import cut_between_modules
-from penstock.ir import Placement, Rank
-from penstock.stage import Group, PipelineStage
-from penstock.training.batches import generator_for
-from penstock.training.settings import VOCABULARY, GptConfig
+from penstock.ir import Placement
+from penstock.training.gpt_sizes import VOCABULARY, GptConfig
+from penstock.training.loader import generator_for
 
 LAYERS = ("embed", "blocks", "head")
 
@@ -88,37 +87,19 @@ class Head(nn.Module):
         return logits
 
 
-def loss_of(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy over all tokens."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-def cut(config: GptConfig, placement: Placement, *, microbatch: int) -> CutModel:
-    """Cut the model into stages without values, balanced by costs counted from shapes."""
-    with torch.device("meta"):
-        model = Gpt(config)
-        example = torch.zeros(microbatch, config.context, dtype=torch.long)
-    policy = Balanced(placement.num_stages, placement=placement)
-    return cut_between_modules(model, policy, layers=LAYERS, mb_args=(example,))
-
-
-def build_stages(
-    pipe: CutModel,
+def cut(
     config: GptConfig,
     placement: Placement,
     *,
-    rank: Rank,
-    seed: int,
-    device: torch.device,
-    group: Group = None,
-) -> list[PipelineStage]:
-    """Return the stages of a rank, with their initial values."""
-    stages = []
-    for index in placement.stages_of(rank):
-        module = pipe.get_stage_module(index).to_empty(device=device)
-        initialise(module, config, seed)
-        stages.append(pipe.build_stage(index, device, group))
-    return stages
+    microbatch: int,
+    dtype: torch.dtype = torch.float32,
+) -> CutModel:
+    """Cut the model into stages without values, balanced by costs counted from shapes."""
+    with torch.device("meta"):
+        model = Gpt(config).to(dtype)
+        example = torch.zeros(microbatch, config.context, dtype=torch.long)
+    policy = Balanced(placement.num_stages, placement=placement)
+    return cut_between_modules(model, policy, layers=LAYERS, mb_args=(example,))
 
 
 @torch.no_grad()

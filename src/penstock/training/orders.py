@@ -6,7 +6,9 @@ from pathlib import Path
 from penstock import schedules
 from penstock.errors import OptionError, ScheduleError
 from penstock.ir import Placement, Schedule
-from penstock.training.settings import TrainConfig, check_size
+from penstock.training.checks import check_size
+from penstock.training.gpt_sizes import GptConfig
+from penstock.training.settings import TrainConfig
 
 AUTO = "auto"
 
@@ -18,24 +20,26 @@ class Orders:
     placement: Placement
     schedule: Schedule | None
     """None if it is to be found while training."""
+    num_microbatches: int
 
 
 def choose_orders(config: TrainConfig) -> Orders:
     """Return the schedule of the options; raise an error if it cannot train the model."""
     check_size(config.num_ranks, config.num_microbatches)
     if config.schedule.lower() == AUTO:
-        orders = Orders(_placement_for_auto(config), None)
+        orders = Orders(_placement_for_auto(config), None, config.num_microbatches)
     else:
         schedule = _read(config) if is_file(config.schedule) else _make(config)
         schedule.verify()
         _check_trains(config, schedule)
-        orders = Orders(schedule.placement, schedule)
+        orders = Orders(schedule.placement, schedule, config.num_microbatches)
     num_stages = orders.placement.num_stages
-    if num_stages > config.model.max_stages:
+    model = config.model
+    if isinstance(model, GptConfig) and num_stages > model.max_stages:
         raise OptionError(
             f"{config.schedule} on {config.num_ranks} ranks has {num_stages} stages, but a model "
-            f"of {config.model.num_layers} layers can be cut into at most "
-            f"{config.model.max_stages}. Give more --layers, or fewer --ranks or --stages-per-rank."
+            f"of {model.num_layers} layers can be cut into at most {model.max_stages}. Give more "
+            "--layers, or fewer --ranks or --stages-per-rank."
         )
     return orders
 

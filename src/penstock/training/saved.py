@@ -1,95 +1,92 @@
 """The folder of a training: its checkpoints, and the lock of the training that writes them.
 
     FOLDER/
-      step-000100/        a checkpoint, in the format of torch.distributed.checkpoint
-        training.json     the settings it was made with
+      step-000100/            a checkpoint, in the format of torch.distributed.checkpoint
+        training.json         the options it was made with
       step-000200/
-      .step-000300/       is being written; renamed when it is complete
-      .lock               held by the training that writes here
+      .step-000300.partial/   is being written; renamed when it is complete
+      .lock                   held by the training that writes here
 
 So a checkpoint without a dot in its name is complete; a run resumes from the last one.
 """
 
+import hashlib
 import json
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Final
 
 from penstock.errors import OptionError
-from penstock.training.settings import GptConfig, TrainConfig
-from penstock.training.text import Text
+from penstock.training.documents import Documents
+from penstock.training.model_sources import HuggingFaceModel
+from penstock.training.settings import TrainConfig
 
-_FORMAT = "penstock checkpoint"
 _FILE = "training.json"
 _LOCK = ".lock"
-_KEPT = 2
-"""The number of checkpoints that are kept: if the last one is lost, there is another."""
+_MODEL: Final = ("model", "layers", "width", "heads", "context")
+_FIXED: Final = ("batch", "accumulate", "seed", "dtype", "eval-share")
+"""Options that cannot change within a training, besides those of the model."""
+_KEPT: Final = (
+    "data",
+    "tokenizer",
+    "microbatches",
+    "steps",
+    "lr",
+    "min-lr",
+    "warmup",
+    "weight-decay",
+    "clip",
+    "autocast",
+    "eval-every",
+    "eval-data",
+    "eval-batches",
+)
+"""Options that may change; a resumed run takes those that are left out from its checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The settings that a checkpoint was made with."""
+    """What a checkpoint was made with."""
 
     step: int
-    model: GptConfig
-    seed: int
-    batch: int
-    num_microbatches: int
-    lr: float
-    text: str
-    text_digest: str
+    options: Mapping[str, Any]
+    digests: Mapping[str, str]
+    """The hashes of the data, the tokenizer and the model's description."""
 
     @classmethod
-    def of(cls, config: TrainConfig, text: Text) -> "Saved":
-        """Return the settings of a run before its first step."""
-        path = str(Path(text.path).absolute()) if text.path else ""
-        return cls(
-            step=0,
-            model=config.model,
-            seed=config.seed,
-            batch=config.batch,
-            num_microbatches=config.num_microbatches,
-            lr=config.lr,
-            text=path,
-            text_digest=text.digest,
-        )
+    def of(cls, config: TrainConfig, documents: Documents) -> "Saved":
+        """Return what a run is made with, before its first step."""
+        return cls(0, config.options(), digests_of(config, documents))
 
     def after(self, step: int) -> "Saved":
-        """Return the same settings at a later step."""
+        """Return the same at a later step."""
         return replace(self, step=step)
 
-    def write(self, folder: Path) -> None:
-        """Write the settings into the folder of the checkpoint."""
-        values = {"format": _FORMAT, **asdict(self)}
-        (folder / _FILE).write_text(json.dumps(values, indent=2) + "\n")
+    def as_json(self) -> dict[str, Any]:
+        """Return what `ParallelModel.save` keeps beside the weights."""
+        return asdict(self)
 
-    def _check(self, folder: Path) -> None:
-        """Raise an error unless a run could have these values and the step is the folder's."""
-        for name in ("step", "seed", "batch", "num_microbatches"):
-            if not isinstance(value := getattr(self, name), int):
-                raise ValueError(f"{name} is {value!r}")
-        for name in ("text", "text_digest"):
-            if not isinstance(value := getattr(self, name), str):
-                raise ValueError(f"{name} is {value!r}")
-        if not isinstance(self.lr, int | float):
-            raise ValueError(f"lr is {self.lr!r}")
-        if step_folder(folder.parent, self.step) != folder:
-            raise ValueError(f"step is {self.step}")
+    def kept(self) -> dict[str, Any]:
+        """Return the options that a resumed run has if they are left out."""
+        names = (*_MODEL, *_FIXED, *_KEPT)
+        found = {name: self.options[name] for name in names if name in self.options}
+        return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
     def read(cls, folder: Path) -> "Saved":
-        """Read the settings from the folder of a checkpoint."""
+        """Read what the checkpoint in a folder was made with."""
         try:
-            values = json.loads((folder / _FILE).read_text())
-            if values.pop("format") != _FORMAT:
-                raise ValueError("it has another format")
-            saved = cls(**{**values, "model": GptConfig(**values["model"])})
-            saved._check(folder)
+            extra = json.loads((folder / _FILE).read_text())["extra"]
+            saved = cls(extra["step"], dict(extra["options"]), dict(extra["digests"]))
+            if step_folder(folder.parent, saved.step) != folder:
+                raise ValueError(f"step is {saved.step}")
+            saved._check()
             return saved
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise OptionError(
@@ -97,15 +94,38 @@ class Saved:
                 f"Remove {folder} to resume from the previous checkpoint."
             ) from error
 
+    def _check(self) -> None:
+        for name in ("batch", "seed", "microbatches", "steps"):
+            if not isinstance(value := self.options[name], int):
+                raise ValueError(f"{name} is {value!r}")
+        if not isinstance(lr := self.options["lr"], int | float):
+            raise ValueError(f"lr is {lr!r}")
+
+
+def digests_of(config: TrainConfig, documents: Documents) -> dict[str, str]:
+    """Return the hashes by which a training knows its data, tokenizer and model again."""
+    model = config.model
+    described = ""
+    if isinstance(model, HuggingFaceModel):
+        described = json.dumps(model.read_config(), sort_keys=True)
+    tokenizer = config.tokenizer_file
+    try:
+        words = tokenizer.read_bytes() if tokenizer else b""
+    except OSError as error:
+        raise OptionError(
+            f"--tokenizer is {tokenizer}, which cannot be read: {error.strerror}. Name a "
+            "tokenizer.json."
+        ) from error
+    return {
+        "data": documents.digest,
+        "tokenizer": hashlib.sha256(words).hexdigest(),
+        "model": hashlib.sha256(described.encode()).hexdigest(),
+    }
+
 
 def step_folder(folder: Path, step: int) -> Path:
     """Return the folder of the checkpoint of a step."""
     return folder / f"step-{step:06d}"
-
-
-def partial_folder(folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step while it is being written."""
-    return folder / f".step-{step:06d}"
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -127,14 +147,11 @@ def find_latest(folder: Path) -> Saved:
     return Saved.read(step_folder(folder, steps[-1]))
 
 
-def complete(folder: Path, saved: Saved) -> None:
-    """Give a written checkpoint its final name, and remove those no longer needed."""
-    partial = partial_folder(folder, saved.step)
-    saved.write(partial)
-    partial.rename(step_folder(folder, saved.step))
-    for step in saved_steps(folder)[:-_KEPT]:
+def remove_old(folder: Path, keep: int) -> None:
+    """Remove all but the last checkpoints, and what interrupted runs have left."""
+    for step in saved_steps(folder)[:-keep]:
         shutil.rmtree(step_folder(folder, step))
-    for left in folder.glob(".step-*"):  # Left by interrupted runs.
+    for left in folder.glob(".step-*"):
         shutil.rmtree(left)
 
 
@@ -180,33 +197,34 @@ def kept_from_others(folder: str) -> Iterator[None]:
         yield
 
 
-def check_same(saved: Saved, config: TrainConfig, text: Text) -> None:
+def check_same(saved: Saved, config: TrainConfig, documents: Documents) -> None:
     """Raise an error unless this config continues the same training."""
-    was, now = (
-        {
-            "layers": made.model.num_layers,
-            "width": made.model.width,
-            "heads": made.model.num_heads,
-            "context": made.model.context,
-            "batch": made.batch,
-            "seed": made.seed,
-        }
-        for made in (saved, config)
-    )
-    for name in was:
-        if was[name] != now[name]:
+    was, now = saved.options, config.options()
+    for name in (*_MODEL, *_FIXED):
+        is_path = name == "model" and isinstance(config.model, HuggingFaceModel)
+        if is_path and name in was:  # It may have been moved: its description is compared below.
+            continue
+        if was.get(name) != now.get(name):
             raise OptionError(
-                f"the training in {config.checkpoint} has {name} {was[name]}, but --{name} is "
-                f"{now[name]}. Leave it out to continue with the saved value, or begin a new "
+                f"the training in {config.checkpoint} has {name} {was.get(name)}, but --{name} is "
+                f"{now.get(name)}. Leave it out to continue with the saved value, or begin a new "
                 "training in another folder."
             )
-    if saved.text_digest != text.digest:
-        raise OptionError(
-            f"the training in {config.checkpoint} read a different text from {text.name} now. "
-            f"Give the same --text ({saved.text or text.name}), or begin a new training in another "
-            "folder."
-        )
-    if saved.step >= config.steps:
+    digests = digests_of(config, documents)
+    where = {
+        "data": f"data ({', '.join(was.get('data') or ()) or documents.name})",
+        "tokenizer": f"tokenizer ({was.get('tokenizer') or 'of the model, or bytes'})",
+        "model": f"model ({was.get('model')})",
+    }
+    if config.export and saved.step >= config.steps:
+        del where["data"]  # There is nothing left to train, so the data is not read.
+    for name, described in where.items():
+        if saved.digests.get(name) != digests[name]:
+            raise OptionError(
+                f"the training in {config.checkpoint} had another --{name} than now. Give the same "
+                f"{described}, or begin a new training in another folder."
+            )
+    if saved.step >= config.steps and not (config.evaluate_only or config.export):
         raise OptionError(
             f"the training in {config.checkpoint} is already at step {saved.step}, and --steps is "
             f"{config.steps}. Give more --steps to continue."

@@ -1,124 +1,219 @@
-"""The settings of a run: the model's size, and the options of the trainer."""
+"""The settings of a run, and what is wrong with those that cannot be."""
 
-import math
-from dataclasses import KW_ONLY, dataclass
-from typing import Final
+from dataclasses import KW_ONLY, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
 
+from penstock.costs.amounts import to_amount
 from penstock.errors import OptionError
+from penstock.training.checks import check_amount, check_count
+from penstock.training.model_sources import HuggingFaceModel, ModelSource
 
-VOCABULARY: Final = 256  # Every byte is a token.
 _LARGEST_SEED = 2**63 - 1
-_LARGEST_SCHEDULE = 200_000
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise an error unless `value` is a whole number of at least 1."""
-    if not isinstance(value, int) or value < 1:
-        raise OptionError(f"--{name} is {value!r}. Expected a whole number, at least 1.")
-
-
-def check_size(num_ranks: int, num_microbatches: int) -> None:
-    """Raise an error if a schedule would have too many actions to make or draw."""
-    if num_ranks * num_microbatches > _LARGEST_SCHEDULE:
-        raise OptionError(
-            f"--ranks is {num_ranks} and --microbatches {num_microbatches}. Expected a product of "
-            f"at most {_LARGEST_SCHEDULE:,}: a larger schedule takes minutes, and gigabytes."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class GptConfig:
-    """The size of a GPT that reads bytes."""
-
-    num_layers: int
-    width: int
-    num_heads: int
-    context: int
-    """The number of tokens that it reads at a time."""
-
-    def __post_init__(self) -> None:
-        check_count("layers", self.num_layers)
-        check_count("width", self.width)
-        check_count("heads", self.num_heads)
-        check_count("context", self.context)
-        if self.width % self.num_heads:
-            raise OptionError(
-                f"--width is {self.width}, which cannot be divided evenly among {self.num_heads} "
-                "heads. Expected a multiple of --heads."
-            )
-
-    @property
-    def num_parameters(self) -> int:
-        block = 12 * self.width**2 + 13 * self.width
-        around = (2 * VOCABULARY + self.context + 2) * self.width
-        return self.num_layers * block + around
-
-    @property
-    def max_stages(self) -> int:
-        """The most stages, with the embedding and the head as stages of their own."""
-        return self.num_layers + 2
-
-
-SIZES: Final = {
-    "tiny": GptConfig(num_layers=4, width=64, num_heads=4, context=64),
-    "small": GptConfig(num_layers=8, width=128, num_heads=4, context=128),
-    "medium": GptConfig(num_layers=12, width=384, num_heads=6, context=256),
-    "large": GptConfig(num_layers=24, width=1024, num_heads=16, context=512),
-    "xl": GptConfig(num_layers=48, width=1600, num_heads=25, context=1024),
-}
-"""The sizes by name: 0.2, 1.7, 21.6, 303.4 and 1478 million parameters."""
+Dtype = Literal["float32", "bfloat16", "float64"]
+Autocast = Literal["", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """The config of one run of the trainer, the same on all ranks."""
+    """The config of one run of the trainer, the same on all ranks.
 
-    model: GptConfig
+    An option has the name of its field, with hyphens and without "num_"; `model` stands for
+    several.
+    """
+
+    model: ModelSource
     _: KW_ONLY
-    text: str = ""
-    """A file; if empty, the source code of Python's own library."""
+    data: tuple[str, ...] = ()
+    """Files, folders or a `module:function`; if empty, the source code of Python's own library."""
+    tokenizer: str = ""
+    """A tokenizer.json; if empty, that of the model's folder, or bytes."""
     num_ranks: int = 2
+    """The ranks of each pipeline."""
+    replicas: int = 1
+    """The pipelines that train on a part of each batch; they hold whole copies."""
+    shards: int = 1
+    """The pipelines among which parameters are spread by fully_shard."""
     schedule: str = "ZB-V"
     """A name, "auto", or a file that ends in .csv."""
     stages_per_rank: int | None = None
     """None for the schedule's own number."""
     num_microbatches: int = 8
     batch: int = 16
-    """The number of sequences in a step."""
+    """The number of sequences in a batch, of all replicas together."""
+    accumulate: int = 1
+    """The number of batches whose gradients are added up in a step."""
     steps: int = 200
     """The number of the last step, counted from the beginning of the training."""
     lr: float = 0.001
+    min_lr: float | None = None
+    """The learning rate of the last step, reached by a cosine; None for a constant one."""
+    warmup: int = 0
+    """The number of steps in which the learning rate rises to `lr`."""
+    weight_decay: float = 0.01
+    clip: float | None = None
+    """The largest norm of the gradients; None to leave them as they are."""
+    dtype: Dtype = "float32"
+    """The dtype of the parameters, their gradients and the state of the optimizer."""
+    autocast: Autocast = ""
+    """The dtype that autocast computes in; if empty, that of the parameters."""
     seed: int = 0
+    eval_every: int | None = None
+    """The number of steps between evaluations; None for one at the end, if data is held out."""
+    eval_share: float = 0.0
+    """The share of the data that is held out for evaluation."""
+    eval_data: tuple[str, ...] = ()
+    """Data to evaluate on, in place of a share."""
+    eval_batches: int = 20
+    """The number of batches of an evaluation: the first ones that are held out, or all if 0."""
+    evaluate_only: bool = False
     checkpoint: str = ""
     """A folder; if empty, nothing is saved."""
     every: int = 100
     """The number of steps between checkpoints; the last step is saved too."""
+    keep: int = 2
+    """The number of checkpoints that are kept."""
     resume: bool = False
+    export: str = ""
+    """A folder for the trained model, in the format of Hugging Face."""
+    sample: str = ""
+    """A text to be continued at the end."""
     record: str = ""
     """The file for a recording of the steps, if any."""
+    log: str = ""
+    """A file for JSON lines, if any."""
+    tensorboard: str = ""
+    wandb: str = ""
+    memory: str = ""
+    """The memory that a rank may use, such as 8GiB; if empty, what the machine has free."""
+    force: bool = False
+    """True to train even if the expected memory is too large."""
 
     def __post_init__(self) -> None:
-        check_count("ranks", self.num_ranks)
-        check_count("microbatches", self.num_microbatches)
-        check_count("batch", self.batch)
-        check_count("steps", self.steps)
-        check_count("every", self.every)
-        if self.stages_per_rank is not None:
-            check_count("stages-per-rank", self.stages_per_rank)
+        for name in ("num_ranks", "num_microbatches", "batch", "steps", "every"):
+            check_count(option_of(name), getattr(self, name))
+        for name in ("accumulate", "replicas", "shards", "keep"):
+            check_count(name, getattr(self, name))
+        check_count("warmup", self.warmup, least=0)
+        check_count("eval-batches", self.eval_batches, least=0)
+        for name in ("stages_per_rank", "eval_every"):
+            if getattr(self, name) is not None:
+                check_count(option_of(name), getattr(self, name))
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise OptionError(f"--seed is {self.seed}. Expected a whole number from 0 to 2^63 - 1.")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise OptionError(f"--lr is {self.lr}. Expected a number above 0, such as 0.001.")
-        if self.batch % self.num_microbatches:
+        check_amount("lr", self.lr, such_as="0.001")
+        check_amount("weight-decay", self.weight_decay, such_as="0.01", may_be_zero=True)
+        if self.clip is not None:
+            check_amount("clip", self.clip, such_as="1.0")
+        if self.memory:
+            to_amount("--memory", self.memory)
+        self._check_rates()
+        self._check_words()
+        self._check_batch()
+        self._check_evaluation()
+
+    def _check_rates(self) -> None:
+        if self.min_lr is not None:
+            check_amount("min-lr", self.min_lr, such_as="0.0001", may_be_zero=True)
+            if self.min_lr > self.lr:
+                raise OptionError(
+                    f"--min-lr is {self.min_lr}, which is more than --lr, {self.lr}. Expected the "
+                    "learning rate of the last step, such as a tenth of --lr."
+                )
+        if self.warmup >= self.steps:
+            raise OptionError(
+                f"--warmup is {self.warmup}, but --steps is {self.steps}, so --lr would never be "
+                "reached. Expected fewer steps."
+            )
+
+    def _check_words(self) -> None:
+        for name, known in (("dtype", get_args(Dtype)), ("autocast", get_args(Autocast))):
+            value = getattr(self, name)
+            if value not in known:
+                words = ", ".join(word for word in known if word)
+                raise OptionError(f"--{name} is {value!r}. Expected {words}.")
+        if self.autocast and self.dtype != "float32":
+            raise OptionError(
+                f"--autocast is {self.autocast} and --dtype {self.dtype}. Autocast is for "
+                "parameters of 32 bits: give one of the two."
+            )
+
+    def _check_batch(self) -> None:
+        pipelines = self.num_pipelines
+        if self.batch % (self.num_microbatches * pipelines):
+            of_each = f" on each of {pipelines} pipelines" if pipelines > 1 else ""
+            times = " times --replicas times --shards" if pipelines > 1 else ""
             raise OptionError(
                 f"--batch is {self.batch}, which cannot be cut into {self.num_microbatches} equal "
-                "microbatches. Expected a multiple of --microbatches."
+                f"microbatches{of_each}. Expected a multiple of --microbatches{times}."
             )
         if self.resume and not self.checkpoint:
             raise OptionError(
                 "--resume is given without --checkpoint. Name the folder of the training to resume."
             )
 
+    def _check_evaluation(self) -> None:
+        if not 0 <= self.eval_share < 1:
+            raise OptionError(
+                f"--eval-share is {self.eval_share}. Expected a share of the data from 0 to below "
+                "1, such as 0.05."
+            )
+        if self.eval_share and self.eval_data:
+            raise OptionError(
+                "--eval-share and --eval-data are both given. Give one: a share of --data, or "
+                "other data."
+            )
+        if (self.eval_every or self.evaluate_only) and not self.has_evaluation:
+            raise OptionError("there is nothing to evaluate on. Give --eval-share, or --eval-data.")
+
+    @property
+    def context(self) -> int:
+        """The number of tokens in a sequence."""
+        return self.model.context
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The file that says what tokens are; None for bytes."""
+        if self.tokenizer:
+            return Path(self.tokenizer)
+        return self.model.tokenizer_file if isinstance(self.model, HuggingFaceModel) else None
+
+    @property
+    def num_pipelines(self) -> int:
+        return self.replicas * self.shards
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_ranks * self.num_pipelines
+
     @property
     def tokens_per_step(self) -> int:
-        return self.batch * self.model.context
+        return self.batch * self.accumulate * self.context
+
+    @property
+    def has_evaluation(self) -> bool:
+        return bool(self.eval_share or self.eval_data)
+
+    def options(self) -> dict[str, Any]:
+        """Return all options, by their names, as JSON and command lines can hold them."""
+        found: dict[str, Any] = dict(self.model.options())
+        for field in fields(self):
+            if field.name != "model":
+                value = getattr(self, field.name)
+                if field.name in _PATHS:
+                    value = [_absolute(path) for path in value]
+                found[option_of(field.name)] = list(value) if isinstance(value, tuple) else value
+        return found
+
+
+_PATHS: Final = ("data", "eval_data")
+
+
+def option_of(field: str) -> str:
+    """Return the name of an option, as it is typed, from that of its field."""
+    return field.removeprefix("num_").replace("_", "-")
+
+
+def _absolute(path: str) -> str:
+    """Return a path that means the same in another folder; a `module:function` stays as it is."""
+    return str(Path(path).absolute()) if Path(path).exists() else path

@@ -14,8 +14,8 @@ import torch
 from penstock.comm import AbstractComm
 from penstock.stage import Group
 from penstock.timeline import Recording
+from penstock.training.choices import Data
 from penstock.training.settings import TrainConfig
-from penstock.training.text import Text
 from penstock.training.trainer import RankTraining, StepDone, connected, settled
 
 _TURN = "to take turns with the next schedule"
@@ -46,7 +46,7 @@ class Contender:
 
 def train_side_by_side(
     configs: Sequence[TrainConfig],
-    text: Text,
+    data: Data,
     *,
     group: Group = None,
     device: torch.device | str = "cpu",
@@ -57,7 +57,7 @@ def train_side_by_side(
     The configs differ only in their schedules and in the files they record to.
     """
     with connected(group, torch.device(device)) as comm:
-        runs = [RankTraining(config, text, comm, group, torch.device(device)) for config in configs]
+        runs = [RankTraining(config, data, comm, group, torch.device(device)) for config in configs]
         steps: list[list[StepDone]] = [[] for _ in configs]
         for number in range(1, configs[0].steps + 1):
             # The order may matter to caches, so it is reversed in every round.
@@ -77,12 +77,12 @@ def train_side_by_side(
 
 
 def _step_of_all(run: RankTraining, number: int, comm: AbstractComm) -> StepDone | None:
-    """Run a step, timed from when all ranks can begin to when all have ended."""
+    """Run a step, timed from when all ranks can begin to when all have ended; rank 0 gets it."""
     comm.gather(None, _TURN)
     began_s = time.perf_counter()
     done = run.step(number)
     comm.gather(None, _TURN)
-    if done is None:
+    if comm.rank > 0:
         return None
     took_s = time.perf_counter() - began_s
     tokens = done.tokens_per_s * done.duration_s

@@ -4,28 +4,41 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agreement
-from penstock.comm.abstract_comm import Transfer
 from penstock.errors import OptionError
-from penstock.ir import Rank, Schedule
-from penstock.ir.message import Channel
-from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S, Pipeline
-from penstock.stage import Group, PipelineStage
+from penstock.ir import Schedule
+from penstock.parallel import ParallelModel
+from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
+from penstock.stage import Group
 from penstock.timeline.recording import Recording
-from penstock.training import checkpoint
-from penstock.training.batches import Batches
-from penstock.training.gpt import build_stages, cut, loss_of
-from penstock.training.orders import AUTO, choose_orders
-from penstock.training.saved import Saved, check_same, find_latest, kept_from_others
+from penstock.training.choices import Data
+from penstock.training.exporting import export
+from penstock.training.forecast import Forecast
+from penstock.training.held_out import Evaluated, Evaluation
+from penstock.training.loader import Batches, Sequences, generator_for
+from penstock.training.models import Place, as_inputs, spread
+from penstock.training.optimisation import make_optimizer, set_rates
+from penstock.training.orders import choose_orders
+from penstock.training.sampling import continue_text
+from penstock.training.saved import (
+    Saved,
+    check_same,
+    find_latest,
+    kept_from_others,
+    remove_old,
+    step_folder,
+)
 from penstock.training.settings import TrainConfig
-from penstock.training.text import Text
+from penstock.training.tokens import choose_tokens, tokenise
+from penstock.training.watching import Seen, watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +51,11 @@ class StepDone:
     """The mean over the microbatches, before the weights changed."""
     duration_s: float
     tokens_per_s: float
+    lr: float = 0.0
+    grad_norm: float | None = None
+    """The norm of all gradients before they were clipped; None if they were not."""
+    seen: Seen | None = None
+    """What was measured besides, in some of the steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +63,12 @@ class Trained:
     """The result of a run."""
 
     steps: tuple[StepDone, ...]
-    """The finished steps on rank 0; empty on other ranks, which do not know the losses."""
+    """The finished steps on rank 0; empty on other ranks."""
     schedule: Schedule
     """The schedule that the next step would run."""
+    evaluated: tuple[Evaluated, ...] = ()
+    sample: str = ""
+    """The text that the model makes of the prompt, if there was one."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -62,35 +83,47 @@ def settled(steps: Sequence[StepDone]) -> Sequence[StepDone]:
 
 def train(
     config: TrainConfig,
-    text: Text,
+    data: Data,
     *,
     group: Group = None,
     device: torch.device | str = "cpu",
     on_step: Callable[[StepDone], None] = lambda done: None,
+    on_evaluated: Callable[[Evaluated], None] = lambda found: None,
+    on_forecast: Callable[[Forecast], None] = lambda found: None,
 ) -> Trained:
-    """Train a model; every rank calls this with the same config and text.
+    """Train a model; every rank calls this with the same config and data.
 
-    The ranks are those of `group`, as for a PipelineStage. `on_step` is called on rank 0 after
-    each step.
+    The ranks are those of `group`, as for a PipelineStage. `on_forecast` is called on rank 0
+    before the first step, `on_step` and `on_evaluated` after each step and evaluation.
     """
     with connected(group, torch.device(device)) as comm:
-        if comm.num_ranks != config.num_ranks:
+        if comm.num_ranks != config.num_processes:
             raise OptionError(
-                f"--ranks is {config.num_ranks}, but there are {comm.num_ranks}. Give that number."
+                f"--ranks is {config.num_ranks}, for {config.num_processes} processes in all, but "
+                f"there are {comm.num_ranks}. Give that number."
             )
-        check_agreement(
-            comm.gather({"the config": config, "the text": text.digest}, "to begin the training")
-        )
+        facts = {"the config": config, "the data": data.documents.digest}
+        check_agreement(comm.gather(facts, "to begin the training"))
         with kept_from_others(config.checkpoint) if comm.rank == 0 else nullcontext():
-            run = RankTraining(config, text, comm, group, torch.device(device))
-            steps = []
-            for number in range(run.first + 1, config.steps + 1):
+            tell = on_forecast if comm.rank == 0 else lambda found: None
+            run = RankTraining(config, data, comm, group, torch.device(device), tell)
+            steps, evaluated = [], []
+            last = run.first if config.evaluate_only else config.steps
+            for number in range(run.first + 1, last + 1):
                 done = run.step(number)
-                if done is not None:
+                done = replace(done, seen=watch(run.pipe, config, number))
+                if comm.rank == 0:
                     steps.append(done)
                     on_step(done)
+                if run.is_to_be_evaluated(number):
+                    evaluated.append(run.evaluate(number, on_evaluated))
+            if config.evaluate_only:
+                evaluated.append(run.evaluate(run.first, on_evaluated))
+            sample = run.continue_text(config.sample) if config.sample else ""
+            if config.export:
+                export(run.pipe, config, is_first=comm.rank == 0)
             run.finish()
-        return Trained(tuple(steps), run.pipeline.schedule)
+        return Trained(tuple(steps), run.pipe.schedule, tuple(evaluated), sample)
 
 
 @contextmanager
@@ -112,117 +145,156 @@ def connected(group: Group, device: torch.device) -> Iterator[AbstractComm]:
 
 
 class RankTraining:
-    """One rank's stages, with the optimizer, pipeline and batches to train them."""
+    """One rank's part of the model, with the optimizer and batches to train it."""
 
     def __init__(
         self,
         config: TrainConfig,
-        text: Text,
+        data: Data,
         comm: AbstractComm,
         group: Group,
         device: torch.device,
+        on_forecast: Callable[[Forecast], None] = lambda found: None,
     ) -> None:
-        self._config, self._comm, self._group = config, comm, group
-        self._saved = Saved.of(config, text)
-        orders = choose_orders(config)
-        microbatch = config.batch // config.num_microbatches
-        self.stages: Sequence[PipelineStage] = build_stages(
-            cut(config.model, orders.placement, microbatch=microbatch),
-            config.model,
-            orders.placement,
-            rank=comm.rank,
-            seed=config.seed,
-            device=device,
-            group=group,
-        )
-        weights = [weight for stage in self.stages for weight in stage.submod.parameters()]
-        self._optimizer = torch.optim.AdamW(weights, lr=config.lr)
-        self.first = self._resume(text) if config.resume else 0
-        self.pipeline = Pipeline(
-            self.stages,
-            AUTO if orders.schedule is None else orders.schedule,
-            num_microbatches=config.num_microbatches,
-            loss_fn=loss_of,
-            record=bool(config.record),
-        )
-        self._batches = Batches(
-            text, context=config.model.context, batch=config.batch, seed=config.seed
-        )
-        self._line = _LossLine(comm, orders.placement.ranks[-1], device)
-        self._device = device
+        self._config, self._comm = config, comm
+        self._saved = Saved.of(config, data.documents)
+        self._place = Place.of(config, group, device)
+        self._tokens = choose_tokens(config)
+        trained, self._evaluation = self._read(data)
+        self._batches = Batches(trained, batch=config.batch, seed=config.seed)
+        self.pipe: ParallelModel = spread(config, choose_orders(config), self._place, on_forecast)
+        self._optimizer = make_optimizer(self.pipe.parameters(), config)
+        self.first = self._resume(data) if config.resume else 0
 
-    def _resume(self, text: Text) -> int:
+    def _read(self, data: Data) -> tuple[Sequences, Evaluation | None]:
+        config = self._config
+        whole = Sequences(tokenise(data.documents, self._tokens), config.context)
+        held_out = None
+        if data.evaluated is not None:
+            held_out = Sequences(tokenise(data.evaluated, self._tokens), config.context)
+        elif config.eval_share:
+            whole, held_out = whole.split(config.eval_share)
+        return whole, self._evaluate_on(held_out)
+
+    def _evaluate_on(self, held_out: Sequences | None) -> Evaluation | None:
+        if held_out is None:
+            return None
+        return Evaluation(held_out, self._config.batch, self._config.eval_batches)
+
+    def _resume(self, data: Data) -> int:
         """Load the last checkpoint; return its step."""
         folder = Path(self._config.checkpoint)
         found = find_latest(folder)
-        check_same(found, self._config, text)
-        checkpoint.load(folder, found.step, self.stages, self._optimizer)
+        check_same(found, self._config, data.documents)
+        self.pipe.load(step_folder(folder, found.step), self._optimizer)
         return found.step
 
-    def step(self, number: int) -> StepDone | None:
-        """Run one step, and save a checkpoint if one is due; return the result on rank 0."""
-        began_s = time.perf_counter()
-        tokens, target = (batch.to(self._device) for batch in self._batches.of(number))
-        losses: list[Tensor] = []
+    def step(self, number: int) -> StepDone:
+        """Run one step, and save a checkpoint if one is due."""
+        config, began_s = self._config, time.perf_counter()
+        lr = set_rates(self._optimizer, config, number)
+        self._seed_dropout(number)
         self._optimizer.zero_grad()
-        self.pipeline.step(tokens, target=target, losses=losses, return_outputs=False)
-        loss = self._line.tell(number, losses)
+        losses = []
+        for part in range(config.accumulate):
+            tokens, target = self._batches.of((number - 1) * config.accumulate + part)
+            with self._autocast():
+                args, kwargs = self._inputs(tokens)
+                loss = self.pipe.step(
+                    *args,
+                    target=self._own(target),
+                    finalize=part == config.accumulate - 1,
+                    grad_scale=1 / config.accumulate,
+                    **kwargs,
+                )
+            losses.append(loss.item())
+        loss = math.fsum(losses) / len(losses)
+        if not math.isfinite(loss):
+            raise OptionError(f"the loss is {loss} in step {number}. Train with a smaller --lr.")
+        norm = None if config.clip is None else self.pipe.clip_grad_norm_(config.clip).item()
         self._optimizer.step()
-        duration_s = time.perf_counter() - began_s
+        took_s = time.perf_counter() - began_s
         if self._is_to_be_saved(number):
-            saved = self._saved.after(number)
-            folder = Path(self._config.checkpoint)
-            checkpoint.save(folder, saved, self.stages, self._optimizer, self._comm, self._group)
-        if self._comm.rank > 0:
-            return None
-        return StepDone(number, loss, duration_s, self._config.tokens_per_step / duration_s)
+            self._save(number)
+        speed = config.tokens_per_step / took_s
+        return StepDone(number, loss, took_s, speed, lr, norm)
+
+    def is_to_be_evaluated(self, number: int) -> bool:
+        """Return whether an evaluation follows a step."""
+        if not self._config.has_evaluation:
+            return False
+        every = self._config.eval_every
+        return number == self._config.steps or (every is not None and number % every == 0)
+
+    def evaluate(self, step: int, on_evaluated: Callable[[Evaluated], None]) -> Evaluated:
+        """Return the loss on held-out data, on every rank; report it on rank 0."""
+        assert self._evaluation is not None
+
+        def evaluate(tokens: Tensor, target: Tensor) -> Tensor:
+            args, kwargs = self._inputs(tokens)
+            with self._autocast():
+                loss: Tensor = self.pipe.evaluate(*args, target=self._own(target), **kwargs)
+            return loss
+
+        found = self._evaluation.run(step, evaluate)
+        if self._comm.rank == 0:
+            on_evaluated(found)
+        return found
+
+    def continue_text(self, prompt: str) -> str:
+        """Return a prompt and the likeliest text after it, on every rank."""
+        config = self._config
+
+        def predict(tokens: Tensor) -> object:
+            args, kwargs = self._inputs(tokens)
+            with self._autocast():
+                return self.pipe.predict(*args, **kwargs)
+
+        made = continue_text(
+            self.pipe,
+            list(self._tokens.encode(prompt.encode())),
+            rows=config.batch,
+            context=config.context,
+            predict=predict,
+            end=self._tokens.end,
+        )
+        return prompt + self._tokens.decode(made)
+
+    def finish(self) -> Recording | None:
+        """End the run after the last step; return the recording, if one was asked for."""
+        recording = self.pipe.recording() if self._config.record else None
+        if recording is not None and self._comm.rank == 0:
+            recording.save(self._config.record)
+        self.pipe.close()
+        return recording
+
+    def _inputs(self, tokens: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the model for this pipeline's part of a batch."""
+        return as_inputs(self._config, self._own(tokens))
+
+    def _own(self, batch: Tensor) -> Tensor:
+        """Return this pipeline's part of a batch, on its device."""
+        part = batch.chunk(self._config.num_pipelines)[self._place.pipeline]
+        return part.to(self._place.device)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        if not self._config.autocast:
+            return nullcontext()
+        dtype = getattr(torch, self._config.autocast)
+        return torch.autocast(self._place.device.type, dtype)
+
+    def _seed_dropout(self, number: int) -> None:
+        """Let dropout depend on the step and the place, so that resuming repeats it."""
+        name = f"step {number} of rank {self._comm.rank}"
+        torch.manual_seed(generator_for(self._config.seed, name).initial_seed())
 
     def _is_to_be_saved(self, number: int) -> bool:
         is_due = number == self._config.steps or number % self._config.every == 0
         return bool(self._config.checkpoint) and is_due
 
-    def finish(self) -> Recording | None:
-        """End the run after the last step; return the recording, if one was asked for."""
-        self._line.finish()
-        recording = self.pipeline.recording() if self._config.record else None
-        if recording is not None and self._comm.rank == 0:
-            recording.save(self._config.record)
-        self.pipeline.close()
-        return recording
-
-
-class _LossLine:
-    """The channel for the loss, from the rank of the last stage to rank 0; no other rank waits.
-
-    In a zero-bubble schedule, each rank begins a step as soon as its previous step has ended, so
-    the ranks must not synchronise after each step.
-    """
-
-    def __init__(self, comm: AbstractComm, source: Rank, device: torch.device) -> None:
-        self._comm, self._source, self._device = comm, source, device
-        self._sent: list[tuple[Transfer, Tensor]] = []
-        if source != 0:
-            comm.open([Channel(source, 0)])
-
-    def tell(self, step: int, losses: list[Tensor]) -> float:
-        """Return the loss on rank 0 and on the rank that computes it, and nan on others."""
-        loss = torch.full((1,), math.nan, device=self._device)
-        if self._comm.rank == self._source:
-            loss = torch.stack(losses).mean().reshape(1)
-            if not math.isfinite(loss.item()):
-                raise OptionError(
-                    f"the loss is {loss.item()} in step {step}. Train with a smaller --lr."
-                )
-        if self._source != 0:
-            if self._comm.rank == self._source:
-                self.finish()
-                self._sent.append((self._comm.send(loss, 0), loss))
-            elif self._comm.rank == 0:
-                self._comm.recv(loss, self._source).wait(lambda: f"the loss of step {step}")
-        return loss.item()
-
-    def finish(self) -> None:
-        """Wait until rank 0 has received all losses that were sent."""
-        for transfer, _ in self._sent:
-            transfer.wait(lambda: "rank 0 to take a loss")
-        self._sent.clear()
+    def _save(self, number: int) -> None:
+        folder = Path(self._config.checkpoint)
+        extra = self._saved.after(number).as_json()
+        self.pipe.save(step_folder(folder, number), self._optimizer, extra=extra)
+        if self._comm.rank == 0:
+            remove_old(folder, self._config.keep)

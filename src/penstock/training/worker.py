@@ -1,38 +1,67 @@
 """The work of a process that is one rank of a run."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from penstock.parallel.joining import choose_device
+from penstock.training.choices import Data
+from penstock.training.forecast import Forecast
+from penstock.training.held_out import Evaluated
+from penstock.training.log_sinks import Logs
 from penstock.training.settings import TrainConfig
-from penstock.training.text import Text
 from penstock.training.trainer import StepDone, Trained, train
 
 
-def work(config: TrainConfig, text: Text, on_step: Callable[[StepDone], None]) -> Trained:
-    """Train as one rank."""
-    with joined() as device:
-        return train(config, text, device=device, on_step=on_step)
+class Shown(Protocol):
+    """Where a run is shown while it goes on."""
+
+    def show_forecast(self, found: Forecast) -> None:
+        """Show what the run is expected to need, before its first step."""
+
+    def show(self, done: StepDone) -> None:
+        """Show a step that has finished."""
+
+    def show_evaluated(self, found: Evaluated) -> None:
+        """Show an evaluation."""
 
 
 @contextmanager
 def joined() -> Iterator[torch.device]:
     """Join the other ranks by the variables in the environment; yield the device to use."""
-    device = _choose_device()
+    device = choose_device()
     dist.init_process_group("gloo" if device.type == "cpu" else None)
     yield device
     dist.destroy_process_group()  # Not after an error: the other ranks may never reach this.
 
 
-def _choose_device() -> torch.device:
-    """Return an accelerator if there is one for each rank of this machine, else the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if found is None or found.type != "cuda" or torch.accelerator.device_count() < num_here:
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.accelerator.set_device_index(index)
-    return torch.device(found.type, index)
+def work(config: TrainConfig, data: Data, shown: Shown, *, is_first: bool) -> Trained:
+    """Train as one rank; the first one shows and logs the steps."""
+    logs = Logs(config) if is_first else None
+
+    def on_step(done: StepDone) -> None:
+        shown.show(done)
+        if logs is not None:
+            logs.step(done)
+
+    def on_evaluated(found: Evaluated) -> None:
+        shown.show_evaluated(found)
+        if logs is not None:
+            logs.evaluated(found)
+
+    try:
+        with joined() as device:
+            return train(
+                config,
+                data,
+                device=device,
+                on_step=on_step,
+                on_evaluated=on_evaluated,
+                on_forecast=shown.show_forecast,
+            )
+    finally:
+        if logs is not None:
+            logs.close()

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.errors import OptionError, PipelineError
 
 _EXPECTED = "Expected module:function, such as my_model:make, or my_model.py:make."
-_NOT_THE_USERS = (Path(__file__).parents[1], Path(sysconfig.get_paths()["stdlib"]))
+_NOT_THE_USERS = (Path(__file__).parent, Path(sysconfig.get_paths()["stdlib"]))
 
 
 def load_function(name: str) -> Callable[[], Any]:

@@ -1,0 +1,162 @@
+"""What a run will need, before it begins: the bubble, and the memory of each rank."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock import schedules
+from penstock.costs import CostTable
+from penstock.costs.amounts import to_amount
+from penstock.costs.units import in_memory
+from penstock.cutting import CutModel
+from penstock.cutting.counted_stages import count_stages
+from penstock.errors import OptionError
+from penstock.ir import Rank, Schedule
+from penstock.sim import simulate
+from penstock.training.orders import Orders
+from penstock.training.settings import TrainConfig
+
+_STATES = 2  # Of AdamW, for each parameter.
+_STAND_IN = "ZB-V"  # For the schedule that "auto" has yet to find.
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The memory that a rank is expected to hold, in bytes."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+    def __str__(self) -> str:
+        return (
+            f"{in_memory(self.total, 'bytes')}: weights {in_memory(self.weights, 'bytes')}, "
+            f"gradients {in_memory(self.gradients, 'bytes')}, optimizer "
+            f"{in_memory(self.optimizer, 'bytes')}, activations "
+            f"{in_memory(self.activations, 'bytes')}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The bubble and memory of a run, as far as shapes tell them."""
+
+    ranks: tuple[RankMemory, ...]
+    """Of one pipeline; Python and torch themselves need some hundred MiB more."""
+    bubble: float | None
+    """Simulated with the operations of each stage; None if they could not be counted."""
+
+    @property
+    def fullest(self) -> Rank:
+        """The rank that is expected to hold the most."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
+
+    def __str__(self) -> str:
+        bubble = "not counted" if self.bubble is None else f"{self.bubble:.1%}"
+        return (
+            f"expected: bubble {bubble}; rank {self.fullest}, the fullest, holds "
+            f"{self.ranks[self.fullest]}"
+        )
+
+
+def forecast(
+    config: TrainConfig,
+    orders: Orders,
+    pieces: CutModel,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any],
+) -> Forecast:
+    """Count what the stages of a model need; they may be on the meta device."""
+    schedule = orders.schedule or _stand_in(orders)
+    times, held = _count(pieces, mb_args, mb_kwargs)
+    bubble, activations = None, [0.0] * config.num_ranks
+    if schedule is not None and any(times):
+        third = [time / 3 for time in times]
+        costs = CostTable(
+            forward=third, backward_input=third, backward_weight=third, after_forward=held
+        )
+        report = simulate(schedule, costs)
+        bubble = report.bubble_by_makespan
+        activations = [rank.peak_memory for rank in report.ranks]
+    ranks = []
+    for rank in range(config.num_ranks):
+        modules = [pieces.get_stage_module(stage) for stage in orders.placement.stages_of(rank)]
+        parameters = [p for module in modules for p in module.parameters()]
+        buffers = sum(b.nbytes for module in modules for b in module.buffers())
+        weights = sum(p.nbytes for p in parameters) / config.shards
+        trained = sum(p.nbytes for p in parameters if p.requires_grad) / config.shards
+        ranks.append(RankMemory(weights + buffers, trained, _STATES * trained, activations[rank]))
+    return Forecast(tuple(ranks), bubble if orders.schedule is not None else None)
+
+
+def check_fits(config: TrainConfig, found: Forecast, device: torch.device) -> None:
+    """Raise an error if a rank is expected to hold more than it may, or than there is."""
+    if config.force:
+        return
+    fullest = found.ranks[found.fullest]
+    if config.memory:
+        cap = to_amount("--memory", config.memory)
+        if fullest.total > cap:
+            raise _too_large(found, f"--memory is {config.memory}")
+        return
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if fullest.total > free:
+            raise _too_large(found, f"its device has {in_memory(free, 'bytes')} free")
+        return
+    available = _available()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", config.num_processes))
+    needed = sum(rank.total for rank in found.ranks) * here / len(found.ranks)
+    if available is not None and needed > available:
+        raise _too_large(
+            found,
+            f"{here} ranks would need {in_memory(needed, 'bytes')} together, and this machine has "
+            f"{in_memory(available, 'bytes')} free",
+        )
+
+
+def _too_large(found: Forecast, why: str) -> OptionError:
+    return OptionError(
+        f"the training is expected not to fit: rank {found.fullest} would hold "
+        f"{found.ranks[found.fullest]}, but {why}. Give more --ranks, --shards or --microbatches, "
+        "a smaller --batch or --context, --dtype bfloat16 or --schedule V-Min; or --force to try."
+    )
+
+
+def _count(
+    pieces: CutModel, mb_args: tuple[Any, ...], mb_kwargs: dict[str, Any]
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the operations of each stage, and the bytes that a microbatch holds there."""
+    try:
+        found = count_stages(pieces, mb_args, mb_kwargs)
+    except Exception:  # Whatever a model does that shapes do not tell: it may train all the same.
+        return [0.0] * pieces.num_stages, [0.0] * pieces.num_stages
+    return [cost.time for cost in found], [cost.activation_bytes for cost in found]
+
+
+def _stand_in(orders: Orders) -> Schedule | None:
+    placement = orders.placement
+    made = schedules.get(_STAND_IN)(
+        num_ranks=placement.num_ranks, num_microbatches=orders.num_microbatches
+    )
+    return made if made.placement == placement else None
+
+
+def _available() -> float | None:
+    """Return the bytes that programs can still get, if the system says so."""
+    if sys.platform != "linux":
+        return None
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024
+    return None
