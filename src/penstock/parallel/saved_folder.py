@@ -21,6 +21,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
+from penstock.comm.collective_results import waited
 from penstock.errors import PretrainedError
 from penstock.ir import StageId
 from penstock.parallel.adapters import WEIGHTS, is_of_peft, saved_names, write_adapter_config
@@ -252,9 +253,11 @@ def _write_stage(
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return a tensor with the values of all its shards."""
+    if not is_dtensor(tensor):
+        return tensor.detach()
     with torch.no_grad():
-        whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return whole.detach()
+        whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]  # Of a DTensor.
+    return waited(whole)
 
 
 def _agree(
