@@ -320,6 +320,44 @@ def test_model_on_the_meta_device_is_cut_without_values() -> None:
     assert stage.is_last
 
 
+class Noisy(Layers):
+    """Noise that is drawn once, and a tied embedding with dropout, go to all layers."""
+
+    def __init__(self) -> None:
+        super().__init__(Mixing)
+        self.head.weight = self.embed.weight
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.drop(self.embed(tokens))
+        noise = torch.rand(tokens.shape).unsqueeze(-1).to(x.dtype) if self.training else 0 * x
+        bias = noise + x
+        for layer in self.layers:
+            x = layer(x, bias=bias)
+        return {"logits": self.head(x), "bias": bias}
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_random_numbers_are_drawn_once(is_training: bool) -> None:
+    model = Noisy().double()
+    tokens = some_tokens()[:ROWS]
+    pieces = cut_between_layers(copy.deepcopy(model).train(is_training), 4, (tokens,))
+    for module in pieces.modules:
+        module.train()
+    given = []
+
+    def run(stage: int, module: nn.Module, values: Any) -> Any:
+        given.append((values, module(*values, tokens=tokens)))
+        return given[-1][1]
+
+    outputs = pieces.run_stages(run, ())
+    biases = [value for values, _ in given[1:] for value in values]
+    assert any(value is outputs["bias"] for value in biases)
+    for module in pieces.modules:
+        module.eval()
+    assert torch.equal(model.eval()(tokens)["logits"], pieces(tokens)["logits"])
+
+
 class Mixed(Layers):
     """Code between the layers uses the output of the first one."""
 
@@ -354,6 +392,32 @@ class Choosing(Layers):
 def test_values_that_cannot_be_sent_are_refused(make: type[Layers], reason: str) -> None:
     with pytest.raises(PartitionError, match=reason):
         cut_between_layers(make(), LAYERS, (some_tokens(),))
+
+
+class Reversible(torch.autograd.Function):
+    """Layers in the forward of a Function, which computes their gradients itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class Reversed(Layers):
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(Reversible.apply(self.embed(tokens), self.layers))
+        return logits
+
+
+def test_layers_within_an_autograd_function_are_not_separated() -> None:
+    """Reformer's layers are: gradients stopped at the cut."""
+    with pytest.raises(PartitionError, match="calls 0 entries of module lists, too few"):
+        cut_between_layers(Reversed(), 2, (some_tokens(),))
 
 
 class Dropping(Layers):

@@ -64,6 +64,32 @@ def _refusing(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def noticing_functions(is_inside: list[bool]) -> Iterator[None]:
+    """Keep a list non-empty while the forward of an autograd Function runs in this thread.
+
+    Modules that such a forward calls have no gradients of their own: the Function computes them.
+    """
+    with ONE_AT_A_TIME:
+        original, caller = vars(Function)["apply"], threading.get_ident()
+
+        def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+            own = original.__get__(None, cls)
+            if threading.get_ident() != caller:
+                return own(*args, **kwargs)
+            is_inside.append(True)
+            try:
+                return own(*args, **kwargs)
+            finally:
+                is_inside.pop()
+
+        Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # see below
+        try:
+            yield
+        finally:
+            Function.apply = original  # type: ignore[method-assign]  # as it was
+
+
+@contextmanager
 def noticing_checkpoints(model: nn.Module) -> Iterator[None]:
     """Warn at the end of the context if the model checkpointed a part of its forward."""
     with ONE_AT_A_TIME:

@@ -153,6 +153,7 @@ class _Cut:
         modules, tied = [], []
         for stage, own in enumerate(self._ranges):
             run = RerunStage(stage, own, self._recording.calls, inputs)
+            run.watches_draws = trials[stage].watches_draws
             pairs = sorted(given)
             run.received = [s for pair in pairs if pair[1] == stage for s in given[pair]]
             run.given = [s for pair in pairs if pair[0] == stage for s in given[pair]]
@@ -176,8 +177,9 @@ class _Cut:
     def _try(self, trial: TrialStage) -> None:
         """Run a stage on the example, with the values that earlier ones had."""
         module, _ = self._module(trial.stage, trial, is_trial=True)
+        draws = trial.watch_draws(is_trial=True)
         try:
-            with attributes_kept(module), kept_as_it_was(module):
+            with attributes_kept(module), kept_as_it_was(module), draws:
                 call = type(module).__bases__[0].__call__
                 trial(lambda **inputs: call(module, **inputs), (), self._kwargs)
         except PipelineError as exc:
@@ -189,6 +191,8 @@ class _Cut:
             reason = PartitionError(f"{type(exc).__name__}: {exc}")
             reason.__cause__ = exc
             raise self._impossible(trial.own) from reason
+        finally:
+            trial.watches_draws = draws.has_found
 
     def _find_holders(self) -> dict[Tensor, list[StageId]]:
         """Return the stages that hold each parameter and buffer."""

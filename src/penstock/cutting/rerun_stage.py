@@ -9,12 +9,14 @@ the model's inputs alone, are computed again, so every stage takes these inputs 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from penstock.cutting.foreign_draws import ForeignDraws
 from penstock.cutting.hollow import Hollow, Whereabouts, fill, hollow_leaves
 from penstock.cutting.unit_calls import UnitCall, containers_in
 from penstock.errors import StageError
@@ -94,6 +96,8 @@ class RerunStage:
         self.given: list[Spot] = []
         """The values that it gives, in order."""
         self.whereabouts = Whereabouts(torch.device("cpu"))
+        self.watches_draws = False
+        """Whether code between layers of other stages draws random numbers."""
         self._state: _State | None = None
 
     @property
@@ -122,12 +126,25 @@ class RerunStage:
         self.whereabouts.device = device or self.whereabouts.device
         state = self._state = _State(received)
         try:
-            output = forward(**inputs)
+            with self.watch_draws() if self.watches_draws else nullcontext():
+                output = forward(**inputs)
             return self._finish(state, output)
         except _Ended:
             return tuple(state.given[spot] for spot in self.given)
         finally:
             self._state = None
+
+    def watch_draws(self, *, is_trial: bool = False) -> ForeignDraws:
+        """Return a mode in which random numbers of other stages are hollow."""
+        return ForeignDraws(self._is_elsewhere, self.whereabouts, is_trial=is_trial)
+
+    def _is_elsewhere(self) -> bool:
+        """Return whether the forward is in a part that belongs to another stage."""
+        state = self._state
+        if state is None or state.is_inside:
+            return False
+        is_before = self.own.start > 0 and state.number <= self.own.start
+        return is_before or state.number > self.own.stop
 
     def _finish(self, state: _State, output: Any) -> Any:
         if state.number != self.end:
@@ -182,6 +199,8 @@ class RerunStage:
             if leaves is None:
                 leaves = pytree.tree_leaves(tree)
             leaf = leaves[k] if k < len(leaves) else None
+            if self.watches_draws and isinstance(leaf, Tensor) and not isinstance(leaf, Hollow):
+                continue  # Nothing is drawn in eval mode, so it is the same here.
             if not isinstance(leaf, Hollow):
                 raise StageError(
                     f"stage {self.stage}: argument {k} of {self._name(number)} is not the value of "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cutting.layer_costs import LayerCost, counted, counting_saved
-from penstock.cutting.own_backwards import ONE_AT_A_TIME
+from penstock.cutting.own_backwards import ONE_AT_A_TIME, noticing_functions
 from penstock.stage.unchanged import kept_as_it_was
 from penstock.torch_private import TorchDispatchMode, pytree, schema_of, version_of
 
@@ -148,6 +148,7 @@ def _record(
                 return operations.get_total_flops(), saved.num_bytes
 
         run = _RecordingRun(count)
+        stack.enter_context(noticing_functions(run.functions))
         for name, module in entries:
             catch_calls(module, name, run)
             stack.callback(release_calls, module)
@@ -162,6 +163,8 @@ class _RecordingRun:
     def __init__(self, count: Callable[[], tuple[int, int]] | None) -> None:
         """Begin; `count` returns the operations so far, and the bytes held for a backward."""
         self.is_inside = False
+        self.functions: list[bool] = []
+        """Not empty in the forward of an autograd Function, in which no stage can end."""
         self._is_counted = count is not None
         self._count = count or (lambda: (0, 0))
         self._counts: list[tuple[int, int]] = []
@@ -180,7 +183,7 @@ class _RecordingRun:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if self.is_inside:
+        if self.is_inside or self.functions:
             return forward(*args, **kwargs)
         if self._arguments:
             self._counts.append(self._count())
