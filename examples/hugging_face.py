@@ -1,15 +1,10 @@
-"""Shows: a Hugging Face model on two processes, cut between its blocks without a line changed.
+"""Shows: a Hugging Face model on two processes, without a changed line in it.
 
 It computes its own loss, as models of transformers do that are given labels. Needs transformers.
 Run it with: torchrun --standalone --nproc-per-node 2 examples/hugging_face.py
 """
 
-import gc
-from typing import Any
-
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
@@ -18,50 +13,29 @@ TOKENS, BATCH, NUM_MICROBATCHES, NUM_STEPS = 32, 16, 8, 8
 
 
 def make_model() -> GPT2LMHeadModel:
-    """The same on every rank; from_pretrained(...) is too."""
+    """The same on every rank; penstock.load_pretrained(folder) reads only a rank's own part."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=8, n_head=4, n_embd=64, vocab_size=256, bos_token_id=0, eos_token_id=0
     )
+    config.use_cache = False
     return GPT2LMHeadModel(config).train()
 
 
-def loss_of(output: Any, target: None) -> Tensor:
-    return output.loss
-
-
 def main() -> None:
-    dist.init_process_group("gloo")
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    make = penstock.schedules.get("ZB-H1")
-    schedule = make(num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
-
     tokens = torch.arange(BATCH * TOKENS).reshape(BATCH, TOKENS) % 256
-    microbatch = tokens[: BATCH // NUM_MICROBATCHES]
-    model = make_model()
-    pieces = penstock.cut(
-        model,
-        mb_kwargs={"input_ids": microbatch, "labels": microbatch, "use_cache": False},
-        split_policy=penstock.Balanced(schedule.num_stages, placement=schedule.placement),
+    batch = {"input_ids": tokens, "labels": tokens}
+    pipe = penstock.parallelize(
+        make_model(), batch, loss_fn="model", schedule="ZB-H1", num_microbatches=NUM_MICROBATCHES
     )
-    if rank == 0:
-        print(pieces.info(), flush=True)
-    stages = [pieces.build_stage(i, "cpu") for i in schedule.placement.stages_of(rank)]
-    del model, pieces  # With them go the stages of the other ranks.
-    gc.collect()
-
-    pipeline = penstock.Pipeline(stages, schedule, loss_fn=loss_of)
-    optimizer = torch.optim.AdamW([w for s in stages for w in s.submod.parameters()], lr=0.003)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.003)
     for step in range(NUM_STEPS):
-        losses: list[Tensor] = []
         optimizer.zero_grad()
-        pipeline.step(
-            input_ids=tokens, labels=tokens, use_cache=False, losses=losses, return_outputs=False
-        )
+        loss = pipe.step(**batch)
         optimizer.step()
-        if losses:
-            print(f"step {step}  loss {torch.stack(losses).mean().item():.2f}", flush=True)
-    dist.destroy_process_group()
+        if pipe.is_main:
+            print(f"step {step}  loss {loss:.2f}", flush=True)
+    pipe.close()
 
 
 if __name__ == "__main__":

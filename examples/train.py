@@ -8,7 +8,6 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
@@ -34,11 +33,12 @@ class Block(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
-def make_stage_module(stage: int, num_stages: int) -> nn.Module:
-    torch.manual_seed(stage)
-    first = [nn.Embedding(128, WIDTH)] if stage == 0 else []
-    last = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)] if stage == num_stages - 1 else []
-    return nn.Sequential(*first, Block(), *last)
+def make_model() -> nn.Module:
+    torch.manual_seed(0)  # Every rank makes the same model.
+    blocks = (Block() for _ in range(8))
+    return nn.Sequential(
+        nn.Embedding(128, WIDTH), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)
+    )
 
 
 def loss_of(logits: Tensor, target: Tensor) -> Tensor:
@@ -46,32 +46,25 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    make = penstock.schedules.get("ZB-V")
-    schedule = make(num_ranks=num_ranks, num_microbatches=NUM_MICROBATCHES)
-    stages = [
-        penstock.PipelineStage(
-            make_stage_module(i, schedule.num_stages), i, schedule.num_stages, "cpu"
-        )
-        for i in schedule.placement.stages_of(rank)
-    ]
-    pipeline = penstock.Pipeline(stages, schedule, loss_fn=loss_of)
-    weights = [weight for stage in stages for weight in stage.submod.parameters()]
-    optimizer = torch.optim.AdamW(weights, lr=0.003)
     text = torch.tensor(list(Path(argparse.__file__).read_bytes())) % 128
     random = torch.Generator().manual_seed(0)
 
-    for step in range(NUM_STEPS):
+    def next_batch() -> Tensor:
         starts = torch.randint(len(text) - TOKENS, (BATCH,), generator=random)
-        batch = torch.stack([text[start : start + TOKENS + 1] for start in starts.tolist()])
-        losses: list[Tensor] = []
+        return torch.stack([text[start : start + TOKENS + 1] for start in starts.tolist()])
+
+    pipe = penstock.parallelize(
+        make_model(), (next_batch()[:, :-1],), loss_fn=loss_of, num_microbatches=NUM_MICROBATCHES
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.003)
+    for step in range(NUM_STEPS):
+        batch = next_batch()
         optimizer.zero_grad()
-        pipeline.step(batch[:, :-1], target=batch[:, 1:], losses=losses, return_outputs=False)
+        loss = pipe.step(batch[:, :-1], target=batch[:, 1:])
         optimizer.step()
-        if losses and (step % 10 == 0 or step == NUM_STEPS - 1):
-            print(f"step {step:3d}  loss {torch.stack(losses).mean().item():.2f}", flush=True)
-    dist.destroy_process_group()
+        if pipe.is_main and (step % 10 == 0 or step == NUM_STEPS - 1):
+            print(f"step {step:3d}  loss {loss:.2f}", flush=True)
+    pipe.close()
 
 
 if __name__ == "__main__":

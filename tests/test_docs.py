@@ -78,14 +78,6 @@ def test_command_line_prints_what_is_shown(
         assert shown.splitlines() == lines[: len(shown.splitlines())], command
 
 
-def test_page_on_training_shows_pieces_of_the_scripts() -> None:
-    """One that is no longer in its script would be run by itself, and fails for want of names."""
-    text = (DOCS / "training_loop.md").read_text()
-    blocks = re.findall(r"```python\n(def .*?)```", text, flags=re.DOTALL)
-    assert ["state_of", "load"] == [block[4 : block.index("(")] for block in blocks]
-    assert all(any(block in script for script in SCRIPTS) for block in blocks)
-
-
 def test_readme_and_schedules_have_examples() -> None:
     with_examples = {page.name for page, _ in (example.values for example in EXAMPLES)}
     assert {"README.md", "schedules.md", "own_schedule.md", "debugging.md"} <= with_examples

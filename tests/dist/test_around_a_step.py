@@ -4,10 +4,8 @@ Stages are plain, in DDP or sharded by FSDP2, on 2 x 2 processes unless a test s
 """
 
 import re
-import runpy
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,21 +24,19 @@ from sharded_nets import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 import penstock
 from limits import HANG_S
 from local_steps import mean_square
-from penstock import Pipeline, PipelineStage, schedules
+from penstock import ParallelModel, Pipeline, PipelineStage
 from penstock.errors import CommError
 from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "checkpoint.py"
 NUM_STEPS = 3
 
 
@@ -257,66 +253,63 @@ def test_scaled_training_skips_a_step_as_the_whole_model_does(
             assert_near(name, whole.state_dict()[name], value)
 
 
-# Checkpoints of sharded stages, with the functions of the example.
+# Checkpoints of sharded stages.
 
 
-def make_cut(shape: tuple[int, int], schedule_name: str, num_stages: int) -> Rank:
+def make_pipe(shape: tuple[int, int], schedule: str, num_stages: int) -> ParallelModel:
     """A cut of the whole model, whose stages keep its names, with each block sharded."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "replicas"))
-    group, replicas = mesh.get_group("pipeline"), mesh["replicas"]
-    schedule = schedules.get(schedule_name)(num_ranks=shape[0], num_microbatches=4)
-    pieces = penstock.cut_between_modules(make_whole(), num_stages)
-    held = schedule.placement.stages_of(dist.get_rank(group))
-    stages = [pieces.build_stage(index, "cpu", group) for index in held]
-    for stage in stages:
-        for module in list(stage.submod.modules()):
-            if isinstance(module, Block):
-                fully_shard(module, mesh=replicas)
-        fully_shard(stage.submod, mesh=replicas)
-    pipeline = Pipeline(stages, schedule, loss_fn=mean_square, timeout=HANG_S)
-    modules = {stage.stage_index: stage.submod for stage in stages}
-    return Rank(pipeline, modules, mesh.get_local_rank("replicas"), mesh)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "fsdp"))
+    model = make_whole()
+    return penstock.parallelize(
+        model,
+        make_batch()[:1],
+        loss_fn=mean_square,
+        schedule=schedule,
+        num_microbatches=4,
+        cut=penstock.cut_between_modules(model, num_stages),
+        mesh=mesh,
+        timeout=HANG_S,
+    )
 
 
-def load_example(folder: str) -> Any:
-    """The example's functions, which then find checkpoints in `folder`."""
-    example = SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
-    example.load.__globals__["FOLDER"] = Path(folder)
-    return example
+def train_pipe(
+    pipe: ParallelModel, optimizer: torch.optim.Optimizer, numbers: range, num_replicas: int
+) -> None:
+    replica = dist.get_rank() % num_replicas
+    for number in numbers:
+        x, target = (values.chunk(num_replicas)[replica] for values in make_batch(number))
+        optimizer.zero_grad()
+        pipe.step(x, target=target)
+        optimizer.step()
 
 
-def values_of(rank: Rank) -> dict[str, Tensor | None]:
-    return {
-        name: in_full(weight.detach())
-        for module in rank.modules.values()
-        for name, weight in module.named_parameters()
-    }
+def values_of(pipe: ParallelModel) -> dict[str, Tensor | None]:
+    return {name: in_full(weight.detach()) for name, weight in pipe.named_parameters()}
 
 
 def save_and_go_on(world: dist.ProcessGroup, folder: str) -> dict[str, Tensor | None]:
-    rank = make_cut((2, 2), "ZB-V", 4)
-    optimizer = torch.optim.AdamW(rank.parameters(), lr=0.01)
-    train(rank, optimizer, range(2))
-    state = load_example(folder).state_of(rank.stages, optimizer)
-    dcp.save({**state, "step": 2}, checkpoint_id=Path(folder, "000002"))
-    train(rank, optimizer, range(2, 4))
-    return values_of(rank)
+    pipe = make_pipe((2, 2), "ZB-V", 4)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    train_pipe(pipe, optimizer, range(2), 2)
+    pipe.save(folder, optimizer, extra={"step": 2})
+    train_pipe(pipe, optimizer, range(2, 4), 2)
+    return values_of(pipe)
 
 
 def resume(
     world: dist.ProcessGroup, folder: str, shape: tuple[int, int], schedule: str, num_stages: int
 ) -> dict[str, Tensor | None]:
-    rank = make_cut(shape, schedule, num_stages)
-    optimizer = torch.optim.AdamW(rank.parameters(), lr=0.01)
-    assert load_example(folder).load(rank.stages, optimizer) == 2
-    train(rank, optimizer, range(2, 4))
-    return values_of(rank)
+    pipe = make_pipe(shape, schedule, num_stages)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    assert {"step": 2} == pipe.load(folder, optimizer)
+    train_pipe(pipe, optimizer, range(2, 4), shape[1])
+    return values_of(pipe)
 
 
 def test_sharded_stages_go_on_from_a_checkpoint_on_any_mesh(
     fresh_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    folder = str(tmp_path)
+    folder = str(tmp_path / "state")
     saved = fresh_pool.run(4, save_and_go_on, folder)
     whole, _ = train_whole(4)
     expected = whole.state_dict()
@@ -337,20 +330,20 @@ def test_sharded_stages_go_on_from_a_checkpoint_on_any_mesh(
 def test_checkpoint_of_sharded_stages_is_loaded_into_the_whole_model(
     fresh_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    fresh_pool.run(4, save_and_go_on, str(tmp_path))
+    fresh_pool.run(4, save_and_go_on, str(tmp_path / "state"))
     whole, optimizer = train_whole(1)  # Other weights, and an optimizer that has its tensors.
     state: dict[str, Any] = {f"model.{name}": v for name, v in whole.state_dict().items()}
     for name, weight in whole.named_parameters():
         kept = optimizer.state[weight].items()
-        state |= {f"optimizer.{name}.{kind}": value for kind, value in kept}
-    dcp.load(state, checkpoint_id=tmp_path / "000002", no_dist=True)
+        state |= {f"optimizer.state.{name}.{kind}": value for kind, value in kept}
+    dcp.load(state, checkpoint_id=tmp_path / "state", no_dist=True)
     expected, theirs = train_whole(2)
     for (name, value), weight in zip(
         expected.state_dict().items(), expected.parameters(), strict=True
     ):
         assert_near(name, value, whole.state_dict()[name])
         for kind, kept in theirs.state[weight].items():
-            assert_near(f"{kind} of {name}", kept, state[f"optimizer.{name}.{kind}"])
+            assert_near(f"{kind} of {name}", kept, state[f"optimizer.state.{name}.{kind}"])
 
 
 # Gradients that add up over several steps, steps that fail, and evaluation between steps.

@@ -1,4 +1,4 @@
-"""The examples that need several processes; the README's script by torch's own launcher."""
+"""The examples that need several processes."""
 
 import re
 import runpy
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from launcher import launch, launch_by_torchrun
+from launcher import launch
 
 pytestmark = pytest.mark.dist
 
@@ -39,7 +39,6 @@ def test_training_on_two_ranks_lowers_the_loss(tmp_path: Path) -> None:
 
 def test_hugging_face_model_learns_on_two_ranks(tmp_path: Path) -> None:
     printed = launch(EXAMPLES / "hugging_face.py", tmp_path)
-    assert "stage 1, from transformer.h.4" in printed
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     # 256 tokens: guessing costs log(256) = 5.55.
     assert 5.3 < losses[0] < 5.8
@@ -55,16 +54,6 @@ def test_recorded_run_is_read_and_drawn(tmp_path: Path) -> None:
     assert {"run.html", "run.json"} == {
         path.name for path in (tmp_path / "penstock-examples").iterdir()
     }
-
-
-def test_script_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
-    readme = (EXAMPLES.parent / "README.md").read_text()
-    [block] = re.findall(r"```python\n([^`]*init_process_group[^`]*)```", readme)
-    (tmp_path / "script.py").write_text(block)
-    printed = launch_by_torchrun(tmp_path / "script.py", tmp_path)
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
-    assert 3 == len(losses)
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(("name", "num_blocks"), [("sharded_stages", 8), ("tensor_parallel", 4)])

@@ -51,43 +51,35 @@ def test_two_pipelines_train_as_the_whole_model(tmp_path: Path) -> None:
 
 
 def train_whole(names: dict[str, Any], num_steps: int) -> list[tuple[float, float]]:
-    """The losses and norms of the example's model on one device, clipped if the example clips."""
+    """The losses and norms of the example's model on one device."""
     model: nn.Module = names["make_model"]()
     words = torch.arange(names["WORDS"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=names["RATE"])
-    factor = names.get("warm_up", lambda step: 1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, names["warm_up"])
     trained = []
     for _ in range(num_steps):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(words), words.roll(1))
         loss.backward()
-        max_norm = names.get("MAX_NORM", torch.inf)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), names["MAX_NORM"])
         optimizer.step()
         scheduler.step()
         trained.append((loss.item(), norm.item()))
     return trained
 
 
-def test_gradients_are_clipped_as_those_of_the_whole_model(tmp_path: Path) -> None:
-    script = ROOT / "examples" / "clip_gradients.py"
+def test_other_ranks_go_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """The learning rate warms up in the first run, and gradients are clipped in both."""
+    script = ROOT / "examples" / "checkpoint.py"
     names = runpy.run_path(str(script))
-    trained = train_whole(names, names["NUM_STEPS"])
-    printed = launch(script, tmp_path)
-    found = re.findall(r"loss (\S+), norm (\S+)", printed)
+    trained = train_whole(names, 2 * names["NUM_STEPS"])
+    found = [
+        pair
+        for num_ranks in (2, 4)
+        for pair in re.findall(
+            r"loss (\S+), norm (\S+)", launch(script, tmp_path, num_ranks=num_ranks)
+        )
+    ]
     assert trained == [pytest.approx(tuple(map(float, pair)), abs=2e-4) for pair in found]
     assert any(norm > names["MAX_NORM"] for _, norm in trained)
     assert any(norm < names["MAX_NORM"] for _, norm in trained)
-
-
-def test_other_ranks_go_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path: Path) -> None:
-    script = ROOT / "examples" / "checkpoint.py"
-    names = runpy.run_path(str(script))
-    expected = [loss for loss, _ in train_whole(names, 2 * names["NUM_STEPS"])]
-    losses = [
-        loss
-        for num_ranks in (2, 4)
-        for loss in losses_in(launch(script, tmp_path, num_ranks=num_ranks))
-    ]
-    assert expected == pytest.approx(losses, abs=2e-4)

@@ -4,6 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # Before there is a group, which torch keeps in it otherwise.
 
 
 def join_ranks(device: torch.device) -> bool:
