@@ -297,3 +297,19 @@ def test_several_adapters_are_not_saved(tmp_path: Path) -> None:
     model.add_adapter("other", make_config())
     with pytest.raises(PretrainedError, match=r"the model has the adapters default, other. Expect"):
         write_alone(tmp_path / "adapter", model)
+
+
+def test_adapter_of_another_kind_of_lora_is_loaded_from_its_folder(tmp_path: Path) -> None:
+    """What a DoRA adapter begins with is computed from the weights, so only a folder has it."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save(make_llama(), base)
+    get_peft_model(make_llama(), make_config(use_dora=True)).save_pretrained(adapter)
+    pretrained = penstock.load_pretrained(base).with_adapter(adapter)
+    model: Any = pretrained.new_model()
+    pretrained.fill(model, "cpu")
+    whole = load_whole(base, adapter)
+    assert whole.state_dict().keys() == model.state_dict().keys()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    tokens = make_tokens()
+    torch.testing.assert_close(whole.train()(tokens).logits, model.train()(tokens).logits)
