@@ -12,7 +12,9 @@ from penstock.cutting.cut_policies import Balanced
 from penstock.cutting.hollow import Hollow
 from penstock.cutting.layer_costs import LayerCost
 from penstock.cutting.model_names import Names
-from penstock.cutting.rerun_stage import Inputs, RerunStage, Spot, TrialStage, units_of
+from penstock.cutting.repeated_inputs import RepeatedInputs
+from penstock.cutting.rerun_stage import RerunStage, Spot, units_of
+from penstock.cutting.trial_stage import TrialStage
 from penstock.cutting.unit_calls import (
     Recording,
     attributes_kept,
@@ -135,7 +137,7 @@ class _Cut:
 
     def make(self) -> CutModel:
         """Return the cut model; raise an error if values cross that cannot be sent."""
-        inputs = Inputs(self._kwargs)
+        inputs = RepeatedInputs(self._kwargs, self._recording.written)
         trials: list[TrialStage] = []
         for stage, own in enumerate(self._ranges):
             trial = TrialStage(stage, own, self._recording.calls, inputs, trials)

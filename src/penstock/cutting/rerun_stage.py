@@ -8,7 +8,7 @@ Units of other stages are not run and return hollow tensors. Masks and positions
 the model's inputs alone, are computed again, so every stage takes these inputs by keyword.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from penstock.cutting.foreign_draws import ForeignDraws
-from penstock.cutting.hollow import Hollow, Whereabouts, fill, hollow_leaves
+from penstock.cutting.hollow import Hollow, Whereabouts, fill
+from penstock.cutting.repeated_inputs import RepeatedInputs
 from penstock.cutting.unit_calls import UnitCall, containers_in
 from penstock.errors import StageError
 from penstock.ir import StageId
-from penstock.stage.examples import check_tensor
 from penstock.torch_private import pytree
 
 Spot: TypeAlias = tuple[int, int]
@@ -29,53 +29,12 @@ Spot: TypeAlias = tuple[int, int]
 outputs of the model are those of a call after the last one."""
 
 
-class Inputs:
-    """The model's inputs by keyword, and the forms that they have in the example."""
-
-    def __init__(self, kwargs: dict[str, Any]) -> None:
-        self._forms = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta"), kwargs)
-
-    def check(self, stage: StageId, given: Mapping[str, Any]) -> None:
-        """Raise an error if these are not like the example's."""
-        if given.keys() != self._forms.keys():
-            raise StageError(
-                f"stage {stage} was given the inputs {_listed(given)}. Expected "
-                f"{_listed(self._forms)}, as in the example that the model was cut with: give them "
-                "to step() by keyword, on every rank."
-            )
-        for name in given:
-            expected, structure = pytree.tree_flatten(self._forms[name])
-            actual, own_structure = pytree.tree_flatten(given[name])
-            if structure != own_structure:
-                raise _other_value(stage, name, "is nested differently")
-            for form, leaf in zip(expected, actual, strict=True):
-                self._check_leaf(stage, name, form, leaf)
-
-    def _check_leaf(self, stage: StageId, name: str, form: Any, leaf: Any) -> None:
-        if isinstance(form, Tensor) and isinstance(leaf, Tensor):
-            remedy = "Cut the model with an example of one microbatch as it comes in a step."
-            check_tensor(f"stage {stage}: input {name}", form, leaf, remedy)
-        elif isinstance(form, Tensor) or isinstance(leaf, Tensor) or form != leaf:
-            raise _other_value(stage, name, f"is {leaf!r}, not {form!r}")
-
-
-def _listed(keys: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}=" for key in keys) or "nothing"
-
-
-def _other_value(stage: StageId, name: str, what: str) -> StageError:
-    return StageError(
-        f"stage {stage}: input {name} {what}. Expected inputs as in the example that the model was "
-        "cut with. Give it the same, or cut the model again."
-    )
-
-
 class _Ended(BaseException):
     """The end of a stage's part of the forward. Not an Exception, which models may catch."""
 
 
 @dataclass(slots=True)
-class _State:
+class State:
     """The state of one forward."""
 
     received: Sequence[Any]
@@ -88,7 +47,7 @@ class RerunStage:
     """The forward of one stage."""
 
     def __init__(
-        self, stage: StageId, own: range, calls: Sequence[UnitCall], inputs: Inputs
+        self, stage: StageId, own: range, calls: Sequence[UnitCall], inputs: RepeatedInputs
     ) -> None:
         self.stage, self.own, self.calls, self.inputs = stage, own, calls, inputs
         self.received: list[Spot] = []
@@ -98,7 +57,7 @@ class RerunStage:
         self.whereabouts = Whereabouts(torch.device("cpu"))
         self.watches_draws = False
         """Whether code between layers of other stages draws random numbers."""
-        self._state: _State | None = None
+        self._state: State | None = None
 
     @property
     def end(self) -> int:
@@ -111,7 +70,7 @@ class RerunStage:
 
     def __call__(self, forward: Callable[..., Any], received: tuple[Any, ...], inputs: Any) -> Any:
         """Run the model's `forward` as this stage; return its outputs."""
-        self.inputs.check(self.stage, inputs)
+        inputs = self.inputs.take(self.stage, dict(inputs))
         if len(received) != len(self.received):
             raise StageError(
                 f"stage {self.stage} was given {len(received)} positional arguments. Expected "
@@ -124,7 +83,7 @@ class RerunStage:
             )
         device = next((x.device for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)), None)
         self.whereabouts.device = device or self.whereabouts.device
-        state = self._state = _State(received)
+        state = self._state = State(received)
         try:
             with self.watch_draws() if self.watches_draws else nullcontext():
                 output = forward(**inputs)
@@ -146,7 +105,7 @@ class RerunStage:
         is_before = self.own.start > 0 and state.number <= self.own.start
         return is_before or state.number > self.own.stop
 
-    def _finish(self, state: _State, output: Any) -> Any:
+    def _finish(self, state: State, output: Any) -> Any:
         if state.number != self.end:
             missing = self.calls[state.number].name
             raise StageError(
@@ -190,7 +149,7 @@ class RerunStage:
         finally:
             state.is_inside = False
 
-    def _take(self, state: _State, number: int, tree: Any) -> Any:
+    def _take(self, state: State, number: int, tree: Any) -> Any:
         """Fill in the values that were received and are first met here."""
         leaves: list[Any] | None = None
         for place, (where, k) in enumerate(self.received):
@@ -212,7 +171,7 @@ class RerunStage:
                 leaf.filled = value.clone() if is_written else value
         return fill(tree)
 
-    def _note_given(self, state: _State, number: int, tree: Any) -> None:
+    def _note_given(self, state: State, number: int, tree: Any) -> None:
         """Keep what other stages need of these arguments; end the forward if that is all."""
         wanted = [k for where, k in self.given if where == number]
         if not wanted:
@@ -250,63 +209,6 @@ class RerunStage:
 
     def _name(self, number: int) -> str:
         return self.calls[number].name if number < self.end else "the model's outputs"
-
-
-class TrialStage(RerunStage):
-    """A stage that finds out what it needs of earlier ones, and what it could give."""
-
-    def __init__(
-        self,
-        stage: StageId,
-        own: range,
-        calls: Sequence[UnitCall],
-        inputs: Inputs,
-        earlier: Sequence["TrialStage"],
-    ) -> None:
-        super().__init__(stage, own, calls, inputs)
-        self.available: dict[Spot, Tensor] = {}
-        """The values that it has when the calls after its own are made."""
-        self.sources: list[StageId] = []
-        """The stages that the received values come from."""
-        self.has_given = False
-        """Whether it has come to calls after its own, so that it may end."""
-        self._earlier = earlier
-
-    def _take(self, state: _State, number: int, tree: Any) -> Any:
-        for k, leaf in enumerate(pytree.tree_leaves(tree)):
-            if isinstance(leaf, Hollow) and leaf.filled is None and self._is_wanted(number):
-                for other in reversed(self._earlier):
-                    if (number, k) in other.available:
-                        self.received.append((number, k))
-                        self.sources.append(other.stage)
-                        leaf.filled = _received(other.available[number, k])
-                        break
-        tree = fill(tree)
-        if number == self.end and self.is_last:
-            for leaf in hollow_leaves(tree):
-                raise StageError(
-                    f"the model returns a value of {leaf.origin}, which another stage computes and "
-                    "no stage can send: it is not an argument of a layer. Let the model return "
-                    "less, or cut it elsewhere."
-                )
-        return tree
-
-    def _is_wanted(self, number: int) -> bool:
-        return number in self.own or self.is_last
-
-    def _note_given(self, state: _State, number: int, tree: Any) -> None:
-        if number < self.own.stop:
-            return
-        self.has_given = True
-        for k, leaf in enumerate(pytree.tree_leaves(tree)):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, Hollow):
-                self.available[number, k] = leaf.detach()
-
-
-def _received(value: Tensor) -> Tensor:
-    """Return a value as a stage receives it: a leaf of the graph that needs a gradient."""
-    copy = value.clone()
-    return copy.requires_grad_() if copy.is_floating_point() else copy
 
 
 def units_of(calls: Sequence[UnitCall]) -> Iterator[str]:

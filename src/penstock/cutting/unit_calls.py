@@ -8,7 +8,7 @@ what it does after a unit belongs to that unit.
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cutting.layer_costs import LayerCost, counted, counting_saved
 from penstock.cutting.own_backwards import ONE_AT_A_TIME, noticing_functions
+from penstock.cutting.tensor_uses import NotingUses, Uses
 from penstock.stage.unchanged import kept_as_it_was
-from penstock.torch_private import TorchDispatchMode, pytree, schema_of, version_of
+from penstock.torch_private import pytree, version_of
 
 LOGGER = logging.getLogger("penstock")
 _RUN = "penstock_run"
@@ -75,21 +76,14 @@ class UnitCall:
     cost: LayerCost
 
 
-@dataclass(slots=True)
-class Uses:
-    """Where a parameter or a buffer is used: during which calls of units, and in between."""
-
-    calls: set[int] = field(default_factory=set)
-    is_outside: bool = False
-    is_written: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Recording:
     """A forward of the whole model on the example."""
 
     calls: list[UnitCall]
     uses: dict[Tensor, Uses]
+    written: frozenset[str]
+    """The inputs that the forward changes in place."""
 
 
 def record_calls(model: nn.Module, kwargs: dict[str, Any], num_units: int) -> Recording:
@@ -152,9 +146,16 @@ def _record(
         for name, module in entries:
             catch_calls(module, name, run)
             stack.callback(release_calls, module)
-        with _NotingUses(known, run) as uses:
-            model(**kwargs)
-        return Recording(run.finish(uses.found), uses.found)
+        own = pytree.tree_map_only(Tensor, Tensor.clone, kwargs)
+        versions = {name: _versions(value) for name, value in own.items()}
+        with NotingUses(known, lambda: (run.position, run.is_inside)) as uses:
+            model(**own)
+        written = frozenset(name for name in own if _versions(own[name]) != versions[name])
+        return Recording(run.finish(uses.found), uses.found, written)
+
+
+def _versions(tree: Any) -> list[int]:
+    return [version_of(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class _RecordingRun:
@@ -223,36 +224,6 @@ class _RecordingRun:
                 cost = LayerCost(name, max(1, parameter_bytes), parameter_bytes, 0)
             calls.append(UnitCall(name, output, changes, written, cost))
         return calls
-
-
-class _NotingUses(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """A mode that notes which parameters and buffers operations use."""
-
-    def __init__(self, known: set[Tensor], run: _RecordingRun) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
-        self.found: dict[Tensor, Uses] = {}
-        self._known = {id(tensor): tensor for tensor in known}
-        self._run = run
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and id(leaf) in self._known:
-                own = self.found.setdefault(leaf, Uses())
-                own.calls.add(self._run.position)
-                own.is_outside |= not self._run.is_inside
-                own.is_written |= _is_written(func, args, leaf)
-        return func(*args, **kwargs)
-
-
-def _is_written(func: Any, args: tuple[Any, ...], tensor: Tensor) -> bool:
-    arguments = zip(schema_of(func).arguments, args, strict=False)
-    return any(
-        value is tensor and each.alias_info is not None and each.alias_info.is_write
-        for each, value in arguments
-    )
 
 
 def containers_in(tree: Any) -> Iterator[dict[Any, Any] | list[Any]]:
