@@ -1,5 +1,6 @@
 """LoRA adapters: only they are trained, and PEFT loads what was saved, equal to the bit."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,16 @@ def test_second_adapter_is_refused(tmp_path: Path) -> None:
     save(make_llama(), tmp_path)
     pretrained = penstock.load_pretrained(tmp_path).with_adapter(make_config())
     with pytest.raises(PretrainedError, match=r"this model has an adapter already. Expected one"):
+        pretrained.with_adapter(make_config())
+
+
+def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(make_llama(), tmp_path)
+    pretrained = penstock.load_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        PretrainedError, match=r"A LoRA adapter needs peft: pip install 'penstock\["
+    ):
         pretrained.with_adapter(make_config())
 
 

@@ -1,6 +1,7 @@
 """A model in a folder: each stage reads its own tensors, as transformers would have loaded them."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,18 @@ def test_argument_that_does_not_fit_is_refused(
 def test_name_of_the_hub_is_refused() -> None:
     with pytest.raises(PretrainedError, match="'org/model' is not a folder on this machine"):
         penstock.load_pretrained("org/model")
+
+
+@pytest.mark.parametrize("package", ["transformers", "safetensors"])
+def test_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    save(make_llama(), tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        PretrainedError, match=rf"needs .*{package}.*: pip install 'penstock\[hf\]'"
+    ):
+        penstock.load_pretrained(tmp_path)
 
 
 def test_tied_weights_with_two_values_are_refused(tmp_path: Path) -> None:

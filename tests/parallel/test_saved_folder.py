@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.core_model_loading import Chunk, WeightConverter
 
 import penstock
 from penstock.errors import PretrainedError
@@ -249,6 +250,20 @@ def test_stages_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PretrainedError, match=r"no stage holds 'lm_head.weight', which the saved"):
         write_alone(tmp_path / "saved", model, {0: state})
     assert not (tmp_path / "saved").exists()
+
+
+def test_tensors_that_files_have_as_one_are_joined_or_refused(tmp_path: Path) -> None:
+    model = make_llama()
+    names = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    joined = WeightConverter("mlp.both.weight", names, operations=[Chunk(dim=0)])
+    model._weight_conversions = [joined]
+    state = dict(model.state_dict())
+    write_alone(tmp_path / "saved", model, {0: state})
+    found = load_file(tmp_path / "saved" / "model.safetensors")["model.layers.1.mlp.both.weight"]
+    assert torch.equal(torch.cat([state[f"model.layers.1.{name}"] for name in names]), found)
+    gates = {name: state.pop(name) for name in list(state) if "gate_proj" in name}
+    with pytest.raises(PretrainedError, match="are saved as one tensor, but no stage holds all of"):
+        write_alone(tmp_path / "again", model, {0: gates, 1: state})
 
 
 def test_layers_that_share_a_weight_without_saying_so_are_refused(tmp_path: Path) -> None:
