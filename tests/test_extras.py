@@ -59,6 +59,12 @@ def test_extra_has_what_it_is_for(extra: str, expected: set[str]) -> None:
     assert expected <= packages_of("all") <= packages_of("dev")
 
 
+def test_extra_of_the_trainer_is_not_a_part_of_all() -> None:
+    own = {"datasets", "pyyaml", "tensorboard", "tokenizers"}
+    assert own | packages_of("cli") | packages_of("hf") == packages_of("train")
+    assert own.isdisjoint(packages_of("all"))
+
+
 def test_files_import_only_packages_that_an_extra_has() -> None:
     wrong = []
     for path in SOURCE_FILES:

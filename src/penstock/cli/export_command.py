@@ -35,6 +35,7 @@ def export(
         "data": (),
         "eval-data": (),
         "schedule": "1F1B",
+        "force": True,  # What training would hold is not needed.
         "ranks": 1 if ranks is None else ranks,
     }
     raise typer.Exit(run_training(given, as_json=False))

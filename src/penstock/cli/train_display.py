@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.screen import console
-from penstock.sim import simulate
 from penstock.solver.registered_schedules import registered
 from penstock.training.log_sinks import figures_of
 from penstock.training.orders import AUTO, choose_orders
@@ -115,8 +114,8 @@ class Lines(AbstractDisplay):
         print(describe_evaluated(found), flush=True)
 
     def end(self, trained: "Trained | None") -> None:
-        if trained is not None:
-            print(summarise(self._config, trained), flush=True)
+        if trained is not None and (summary := summarise(self._config, trained)):
+            print(summary, flush=True)
 
 
 class Bar(AbstractDisplay):
@@ -151,8 +150,8 @@ class Bar(AbstractDisplay):
 
     def end(self, trained: "Trained | None") -> None:
         self._bar.stop()
-        if trained is not None:
-            print(summarise(self._config, trained), flush=True)
+        if trained is not None and (summary := summarise(self._config, trained)):
+            print(summary, flush=True)
 
 
 class _Facts:
@@ -194,8 +193,8 @@ def describe(config: TrainConfig) -> str:
     if config.export and config.steps in saved_steps(Path(config.checkpoint)):
         what = "exporting"
     return (
-        f"{what} {config.model} in {num_stages} stages on {config.num_ranks} ranks{times} by "
-        f"{config.schedule}{went_on}"
+        f"{what} {config.model} in {_counted(num_stages, 'stage')} on "
+        f"{_counted(config.num_ranks, 'rank')}{times} by {config.schedule}{went_on}"
     )
 
 
@@ -220,14 +219,16 @@ def summarise(config: TrainConfig, trained: "Trained") -> str:
 
 
 def _describe_schedule(config: TrainConfig, trained: "Trained") -> str:
-    if config.schedule.lower() == AUTO:  # It was made for costs that are not equal.
-        known = registered(trained.schedule.placement, trained.schedule.num_microbatches)
-        found = next(
-            (name for name, same in known if same == trained.schedule), "a new one, without a name"
-        )
-        return f"schedule auto, found in the first steps: {found}"
-    bubble = simulate(trained.schedule).bubble_by_makespan
-    return (
-        f"schedule {config.schedule}, expected bubble {bubble:.1%} if F, I and W of all stages "
-        "cost the same"
+    bubbles = [done.seen.bubble for done in trained.steps if done.seen is not None]
+    measured = f", bubble {bubbles[-1]:.1%} (measured)" if bubbles and bubbles[-1] else ""
+    if config.schedule.lower() != AUTO:
+        return f"schedule {config.schedule}{measured}"
+    known = registered(trained.schedule.placement, trained.schedule.num_microbatches)
+    found = next(
+        (name for name, same in known if same == trained.schedule), "a new one, without a name"
     )
+    return f"schedule auto, found in the first steps: {found}{measured}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

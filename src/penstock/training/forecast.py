@@ -94,6 +94,8 @@ def forecast(
         buffers = sum(b.nbytes for module in modules for b in module.buffers())
         weights = sum(p.nbytes for p in parameters) / config.shards
         trained = sum(p.nbytes for p in parameters if p.requires_grad) / config.shards
+        if config.evaluate_only:
+            trained = 0.0
         ranks.append(RankMemory(weights + buffers, trained, _STATES * trained, activations[rank]))
     return Forecast(tuple(ranks), bubble if orders.schedule is not None else None)
 

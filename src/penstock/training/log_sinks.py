@@ -1,6 +1,7 @@
 """Where the figures of a run go besides the screen: JSON lines, TensorBoard, wandb."""
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import OptionError
 from penstock.extras import needed_by
+from penstock.training.saved import find_latest
 from penstock.training.settings import TrainConfig
 
 if TYPE_CHECKING:
@@ -29,10 +31,18 @@ class AbstractSink(ABC):
 
 
 class JsonLinesFile(AbstractSink):
-    """A file with one object for each step and each evaluation; a resumed run appends to it."""
+    """A file with one object for each step and each evaluation.
 
-    def __init__(self, path: str, *, is_resumed: bool) -> None:
-        self._file = Path(path).open("a" if is_resumed else "w")  # noqa: SIM115  # Until close().
+    A resumed run keeps the lines up to the step from which it goes on.
+    """
+
+    def __init__(self, path: str, *, resumed_step: int) -> None:
+        kept = []
+        if resumed_step and Path(path).exists():
+            lines = Path(path).read_text().splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) <= resumed_step]
+        self._file = Path(path).open("w")  # noqa: SIM115  # Open until close().
+        self._file.writelines(kept)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **figures}) + "\n")
@@ -45,10 +55,12 @@ class JsonLinesFile(AbstractSink):
 class TensorBoard(AbstractSink):
     """A folder of TensorBoard's."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, resumed_step: int) -> None:
         with needed_by("--tensorboard", ["tensorboard"], extra="train", error=OptionError):
             from torch.utils.tensorboard import SummaryWriter
-        self._writer: Any = SummaryWriter(folder)
+        self._writer: Any = SummaryWriter(
+            folder, purge_step=resumed_step + 1 if resumed_step else None
+        )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -62,8 +74,10 @@ class Wandb(AbstractSink):
     """A run of Weights & Biases."""
 
     def __init__(self, project: str, options: Mapping[str, Any]) -> None:
-        with needed_by("--wandb", ["wandb"], extra="train,wandb", error=OptionError):
+        try:
             wandb = import_module("wandb")
+        except ImportError as error:
+            raise OptionError("--wandb needs wandb: pip install wandb") from error
         self._run: Any = wandb.init(project=project, config=dict(options))
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
@@ -78,10 +92,11 @@ class Logs:
 
     def __init__(self, config: TrainConfig) -> None:
         self._sinks: list[AbstractSink] = []
+        step = find_latest(Path(config.checkpoint)).step if config.resume else 0
         if config.log:
-            self._sinks.append(JsonLinesFile(config.log, is_resumed=config.resume))
+            self._sinks.append(JsonLinesFile(config.log, resumed_step=step))
         if config.tensorboard:
-            self._sinks.append(TensorBoard(config.tensorboard))
+            self._sinks.append(TensorBoard(config.tensorboard, resumed_step=step))
         if config.wandb:
             self._sinks.append(Wandb(config.wandb, config.options()))
 
@@ -101,6 +116,15 @@ class Logs:
     def _write(self, step: int, figures: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.write(step, figures)
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a line in a log; one that was cut off counts as later than all."""
+    try:
+        step: int = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+    return step
 
 
 def figures_of(done: "StepDone") -> dict[str, float]:

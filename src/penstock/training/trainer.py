@@ -105,7 +105,8 @@ def train(
         facts = {"the config": config, "the data": data.documents.digest}
         check_agreement(comm.gather(facts, "to begin the training"))
         with kept_from_others(config.checkpoint) if comm.rank == 0 else nullcontext():
-            tell = on_forecast if comm.rank == 0 else lambda found: None
+            is_told = comm.rank == 0 and not config.evaluate_only
+            tell = on_forecast if is_told else lambda found: None
             run = RankTraining(config, data, comm, group, torch.device(device), tell)
             steps, evaluated = [], []
             last = run.first if config.evaluate_only else config.steps
@@ -186,7 +187,8 @@ class RankTraining:
         folder = Path(self._config.checkpoint)
         found = find_latest(folder)
         check_same(found, self._config, data.documents)
-        self.pipe.load(step_folder(folder, found.step), self._optimizer)
+        is_trained = found.step < self._config.steps and not self._config.evaluate_only
+        self.pipe.load(step_folder(folder, found.step), self._optimizer if is_trained else None)
         return found.step
 
     def step(self, number: int) -> StepDone:
