@@ -139,9 +139,9 @@ def count_parameters(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> l
             for source in sources
             if source.op == "get_attr"
         ]
-        used = {value for value in values if isinstance(value, nn.Parameter)}
-        parameter_bytes = sum(parameter.nbytes for parameter in used - seen)
-        seen |= used
+        new = {value for value in values if isinstance(value, nn.Parameter)} - seen
+        parameter_bytes = sum(parameter.nbytes for parameter in new)
+        seen |= new
         costs.append(LayerCost(layer.name, max(1, parameter_bytes), parameter_bytes, 0))
     return costs
 

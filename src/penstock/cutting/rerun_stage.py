@@ -102,8 +102,8 @@ class RerunStage:
         state = self._state
         if state is None or state.is_inside:
             return False
-        is_before = self.own.start > 0 and state.number <= self.own.start
-        return is_before or state.number > self.own.stop
+        is_early = self.own.start > 0 and state.number <= self.own.start
+        return is_early or state.number > self.own.stop
 
     def _finish(self, state: State, output: Any) -> Any:
         if state.number != self.end:
