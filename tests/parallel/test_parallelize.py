@@ -85,6 +85,42 @@ def test_cut_can_be_given_by_names_or_as_a_cut_model() -> None:
         assert [{"0", "1"}, {"2", "3", "4", "5", "6", "7"}] == found
 
 
+def test_balanced_cut_counts_the_loss_where_a_target_is_given() -> None:
+    """With a large vocabulary, the loss costs as much as several layers."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(400, 64)
+            self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return x @ self.embedding.weight.detach().T
+
+    tokens = torch.randint(400, (8, 5))
+
+    def main(group: penstock.LocalGroup, **options: Tensor) -> int:
+        torch.manual_seed(0)
+        pipe = penstock.parallelize(
+            Wide(),
+            (tokens,),
+            loss_fn=loss_of,
+            schedule="1F1B",
+            num_microbatches=2,
+            group=group,
+            **options,
+        )
+        return sum(name.endswith(".bias") for name, _ in pipe.named_parameters())
+
+    with_loss = penstock.local_ranks(2, lambda group: main(group, example_target=tokens))
+    without = penstock.local_ranks(2, main)
+    assert with_loss[1] < without[1]
+    assert 24 == sum(with_loss) == sum(without)
+
+
 def test_names_are_the_models_own_and_copies_on_one_rank_have_their_own() -> None:
     model = make_decoder()
 
@@ -244,6 +280,9 @@ def test_assignment_without_effect_is_refused() -> None:
         ({"fsdp_options": {"offload_policy": None}}, StageError, "but nothing is sharded"),
         ({"tp_plan": {"head": None}}, StageError, "tensor parallelism needs both a mesh"),
         ({"schedule": "ZB-X"}, ScheduleError, "ZB-X"),
+        ({"cut": penstock.Balanced(2)}, StageError, "was cut into 2 stages, but the schedule has"),
+        ({"cut": ["blocks.2"], "example_target": make_batch()[1]}, StageError, "the cut was given"),
+        ({"loss_fn": None, "example_target": make_batch()[1]}, StageError, "there is no loss_fn"),
         ({"mesh": "pp"}, StageError, "mesh and group were both given"),
     ],
 )

@@ -3,7 +3,7 @@
 from penstock.cutting.cut_choice import cut_any
 from penstock.cutting.cut_model import CutInfo, CutModel, StageInfo
 from penstock.cutting.cut_policies import Balanced
-from penstock.cutting.layer_costs import LayerCost, count_layers, measure_layers
+from penstock.cutting.layer_costs import LayerCost, count_layers, count_loss, measure_layers
 from penstock.cutting.marks import SplitPoint, pipe_split
 from penstock.cutting.rerun_cut import cut_between_layers
 from penstock.cutting.traced_cut import cut
@@ -17,6 +17,7 @@ __all__ = [
     "SplitPoint",
     "StageInfo",
     "count_layers",
+    "count_loss",
     "cut",
     "cut_any",
     "cut_between_layers",

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 from torch import fx
 
@@ -27,6 +27,8 @@ class Balanced:
     two moments), and activations as often as `in_flight` says, by default as 1F1B holds them.
     With two stages per rank, the slowest rank may be slower by the share `slack` if that makes
     the slowest stage faster: repeated measurements of costs differ by more than that.
+    `loss` is the result of `penstock.cutting.count_loss`: it counts with the last layer, unless costs are
+    those of parameters.
     """
 
     num_stages: int
@@ -37,11 +39,12 @@ class Balanced:
     memory: float | None = None
     in_flight: int | Sequence[int] | None = None
     bytes_per_parameter_byte: float = 4.0
+    loss: LayerCost | None = None
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Mark the cuts in a traced graph."""
         layers = find_layers(graph_module, at_least=self.num_stages)
-        costs = _count(graph_module, layers) if self.costs is None else self.costs
+        costs = self._count(graph_module, layers) if self.costs is None else self.costs
         starts = self.choose(costs, [layer.name for layer in layers])
         mark_layers(graph_module, [layers[start] for start in starts[1:]])
         return graph_module
@@ -63,6 +66,23 @@ class Balanced:
         )
         return partition.starts
 
+    def _count(self, graph_module: fx.GraphModule, layers: Sequence[Layer]) -> Sequence[LayerCost]:
+        """Count costs from shapes if these are known, otherwise by parameters."""
+        try:
+            return self.with_loss(count_graph(graph_module, layers))
+        except CostError as exc:
+            LOGGER.info("stages are balanced by the bytes of their parameters: %s", exc)
+            return count_parameters(graph_module, layers)
+
+    def with_loss(self, costs: Sequence[LayerCost]) -> Sequence[LayerCost]:
+        """Return the costs of layers with that of the loss, which the last stage computes."""
+        if self.loss is None or not costs:
+            return costs
+        *others, last = costs
+        activation_bytes = last.activation_bytes + self.loss.activation_bytes
+        time = last.time + self.loss.time
+        return [*others, replace(last, time=time, activation_bytes=activation_bytes)]
+
     def _memory(self, costs: Sequence[LayerCost | float]) -> MemoryLimit | None:
         if self.memory is None:
             return None
@@ -81,12 +101,3 @@ class Balanced:
             per_microbatch=[cost.activation_bytes for cost in layers],
             in_flight=in_flight,
         )
-
-
-def _count(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> list[LayerCost]:
-    """Count costs from shapes if these are known, otherwise by parameters."""
-    try:
-        return count_graph(graph_module, layers)
-    except CostError as exc:
-        LOGGER.info("stages are balanced by the bytes of their parameters: %s", exc)
-        return count_parameters(graph_module, layers)

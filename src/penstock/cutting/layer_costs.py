@@ -3,7 +3,7 @@
 import operator
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +164,32 @@ def count_chain(chain: Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
             costs.append(counted(name, operations, kept, parameter_bytes))
     return costs
+
+
+def count_loss(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    *,
+    target: Any,
+) -> LayerCost:
+    """Count the cost of a loss from shapes alone, as the costs of layers are counted.
+
+    `target` is that of one microbatch. Give the result to `Balanced(…, loss=…)`.
+    """
+    with _counting() as counter:
+        args, kwargs, wanted = pytree.tree_map_only(
+            Tensor, _fake_like, (mb_args, mb_kwargs or {}, target)
+        )
+        own = {
+            name: counter.stand_in_for(t) for name, t in model.state_dict(keep_vars=True).items()
+        }
+        outputs = functional_call(model, own, args, kwargs)
+        counter.take()  # What the model itself costs.
+        loss_fn(outputs, wanted)
+        operations, kept = counter.take()
+    return counted("loss", operations, kept, 0)
 
 
 def counted(name: str, operations: int, kept: int, parameter_bytes: int) -> LayerCost:

@@ -71,7 +71,7 @@ class LossWeights:
         return cls(seeds, factors, are_known)
 
     def scaled(self, factor: float) -> "LossWeights":
-        """Return weights whose gradients are multiplied by a factor; the losses stay as they are."""
+        """Return weights that multiply the gradients by a factor, and leave the losses alone."""
         if factor == 1:
             return self
         return replace(self, seeds=[seed * factor for seed in self.seeds])

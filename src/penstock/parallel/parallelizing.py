@@ -1,41 +1,36 @@
 """One call from a model to a pipeline that trains it."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.comm import LocalGroup
 from penstock.comm.pipelines_together import Peers
-from penstock.cutting import Balanced, CutModel, SplitPoint, cut_any
-from penstock.cutting import cut as trace_and_cut
-from penstock.errors import MicrobatchError, StageError
+from penstock.cutting import CutModel
+from penstock.errors import StageError
 from penstock.ir import Schedule, StageId
-from penstock.microbatches import split_args_kwargs_into_chunks
 from penstock.microbatches.loss_weights import LossWeight
+from penstock.parallel.example_batch import Example, ExampleBatch
+from penstock.parallel.given_cut import Cut, cut_as_given
 from penstock.parallel.given_inputs import GivenInputs
 from penstock.parallel.joining import choose_device, join_ranks
 from penstock.parallel.mesh_dims import MeshDims
 from penstock.parallel.parallel_model import ParallelModel
 from penstock.parallel.pretrained import Pretrained
 from penstock.parallel.saved_folder import SavedModel
-from penstock.parallel.schedule_choice import Choice, choose_schedule
+from penstock.parallel.schedule_choice import choose_schedule
 from penstock.parallel.spreading import Spreading, names_of_modules
 from penstock.parallel.stage_names import StageNames
+from penstock.parallel.stage_optimizers import MakeOptimizer, make_optimizers, stepping
 from penstock.parallel.tied_values import check_tied_values
 from penstock.runtime import Auto, Pipeline
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.step_settings import LossFn
 from penstock.stage import Group, GroupOrMesh, PipelineStage
-from penstock.stage.stage_checks import unwrapped
-from penstock.torch_private import pytree
-
-Example: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
-Cut: TypeAlias = CutModel | Mapping[str, SplitPoint] | Sequence[str] | Balanced | None
-MakeOptimizer: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 def parallelize(
@@ -43,6 +38,7 @@ def parallelize(
     example: Example = (),
     *,
     example_kwargs: Mapping[str, Any] | None = None,
+    example_target: Any = None,
     loss_fn: LossFn | Literal["model"] | None = None,
     schedule: Schedule | Auto | str = "ZB-V",
     num_microbatches: int | None = None,
@@ -76,7 +72,8 @@ def parallelize(
 
     `loss_fn(output, target)` returns the mean over a microbatch; "model" is for a model that
     returns its own, as those of transformers do that are given labels. Without it, the model can
-    only `predict`.
+    only `predict`. With `example_target`, a target as `step` will be given, the balanced cut counts
+    what the loss costs, which is much if the vocabulary is large.
 
     `schedule` is a name, a Schedule, "auto" or an `Auto(...)`. `cut` says where stages begin:
     nothing for balanced stages, or names of modules, a `split_spec`, a policy, or a `CutModel`.
@@ -99,7 +96,8 @@ def parallelize(
         >>> one == other
         True
     """
-    args, kwargs = _as_arguments(example, example_kwargs)
+    batch = ExampleBatch.of(example, example_kwargs, example_target)
+    loss_fn = _own_loss if loss_fn == "model" else loss_fn
     saved = SavedModel.of(model)
     weights = model if isinstance(model, Pretrained) else None
     model = model.new_model() if isinstance(model, Pretrained) else model
@@ -111,12 +109,12 @@ def parallelize(
         schedule,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
-        batch_size=_batch_size(args, kwargs),
+        batch_size=batch.size,
         stages_per_rank=stages_per_rank,
     )
     specs = {"args_chunk_spec": args_chunk_spec, "kwargs_chunk_spec": kwargs_chunk_spec}
-    mb_args, mb_kwargs = _first_microbatch(args, kwargs, choice.num_microbatches, specs)
-    pieces = _cut(model, cut, choice, mb_args, mb_kwargs)
+    microbatch = batch.first_microbatch(choice.num_microbatches, **specs)
+    pieces = cut_as_given(model, cut, choice.placement, microbatch, loss_fn)
     spreading = Spreading(dims, tp_plan or {}, fsdp_options or {})
     spreading.check(names_of_modules(pieces.modules))
     names = StageNames.of(pieces.modules)
@@ -129,16 +127,16 @@ def parallelize(
     gc.collect()
     for stage in stages:
         spreading.apply(stage)
-    optimizers = _make_optimizers(stages, optimizer_in_backward)
+    optimizers = make_optimizers(stages, optimizer_in_backward)
     pipeline = Pipeline(
         stages,
         choice.schedule,
         num_microbatches=choice.num_microbatches,
-        loss_fn=_own_loss if loss_fn == "model" else loss_fn,
+        loss_fn=loss_fn,
         output_merge_spec=output_merge_spec,
         scale_grads=scale_grads,
         loss_weight=loss_weight,
-        on_grads_ready=_stepping(optimizers) if optimizers else None,
+        on_grads_ready=stepping(optimizers) if optimizers else None,
         compile=compile,
         timeout=timeout,
         record=record,
@@ -169,97 +167,6 @@ def _build_stage(
     return pieces.build_stage(index, device, group, buffers=buffers)
 
 
-def _as_arguments(
-    example: Example, example_kwargs: Mapping[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
-        if example_kwargs is not None:
-            raise StageError(
-                "example is a dict of keyword arguments, and example_kwargs was given too. Give "
-                "the arguments as a tuple, and the keyword arguments as example_kwargs."
-            )
-        return (), dict(example)
-    args = tuple(example) if isinstance(example, list | tuple) else (example,)
-    return args, dict(example_kwargs or {})
-
-
-def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    leaves = pytree.tree_leaves((args, kwargs))
-    sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    if not sizes:
-        raise MicrobatchError(
-            "example has no tensor that could be cut into microbatches. Expected a batch, as "
-            "step() will be given: parallelize(model, example=(tokens,), …)."
-        )
-    return sizes[0]
-
-
-def _first_microbatch(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    num_microbatches: int,
-    specs: Mapping[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the first microbatch; raise an error if others would have other shapes."""
-    split_args, split_kwargs = split_args_kwargs_into_chunks(
-        args,
-        kwargs,
-        num_microbatches,
-        specs["args_chunk_spec"] if args else None,
-        specs["kwargs_chunk_spec"] if kwargs else None,
-    )
-    first, last = (
-        [leaf.shape for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor)]
-        for each in ((split_args[0], split_kwargs[0]), (split_args[-1], split_kwargs[-1]))
-    )
-    if first != last:
-        raise MicrobatchError(
-            f"example is a batch of {_batch_size(args, kwargs)}, which cannot be cut into "
-            f"{num_microbatches} equal microbatches. Expected a whole batch, as step() will be "
-            "given, of a multiple of num_microbatches."
-        )
-    return split_args[0], split_kwargs[0]
-
-
-def _cut(
-    model: nn.Module,
-    given: Cut,
-    choice: Choice,
-    mb_args: tuple[Any, ...],
-    mb_kwargs: dict[str, Any],
-) -> CutModel:
-    num_stages = choice.placement.num_stages
-    match given:
-        case None:
-            policy = Balanced(num_stages, placement=choice.placement)
-            return cut_any(model, policy, mb_args, mb_kwargs)
-        case CutModel():
-            pieces = given
-        case Balanced():
-            return cut_any(model, given, mb_args, mb_kwargs)
-        case Mapping():
-            pieces = trace_and_cut(model, mb_args, mb_kwargs, split_spec=given)
-        case str():
-            raise StageError(
-                f"cut is {given!r}. Expected names of modules, such as ['layers.4', 'layers.8']."
-            )
-        case Sequence():
-            spec = {name: SplitPoint.BEGINNING for name in given}
-            pieces = trace_and_cut(model, mb_args, mb_kwargs, split_spec=spec)
-        case _:
-            raise StageError(
-                f"cut is a {type(given).__name__}. Expected names of modules at which stages "
-                "begin, a split_spec, a Balanced policy, or a CutModel."
-            )
-    if pieces.num_stages != num_stages:
-        raise StageError(
-            f"the model was cut into {pieces.num_stages} stages, but the schedule has {num_stages} "
-            f"on {choice.placement.num_ranks} ranks. Give one cut less than it has stages, or "
-            "another schedule or stages_per_rank."
-        )
-    return pieces
-
-
 def _free_others(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
     """Take the parameters and buffers of other ranks out of the model, which the caller has."""
     held = {
@@ -275,34 +182,6 @@ def _free_others(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer not in held:
                 setattr(module, name, torch.empty_like(buffer, device="meta"))
-
-
-def _make_optimizers(
-    stages: Sequence[PipelineStage], make: MakeOptimizer | None
-) -> dict[StageId, torch.optim.Optimizer]:
-    if make is None:
-        return {}
-    named = {
-        stage.stage_index: [
-            (name, parameter)
-            for name, parameter in unwrapped(stage.submod).named_parameters()
-            if parameter.requires_grad
-        ]
-        for stage in stages
-    }
-    return {stage: make(parameters) for stage, parameters in named.items() if parameters}
-
-
-def _stepping(
-    optimizers: Mapping[StageId, torch.optim.Optimizer],
-) -> Callable[[PipelineStage], None]:
-    def step(stage: PipelineStage) -> None:
-        optimizer = optimizers.get(stage.stage_index)
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
 
 
 def _own_loss(output: Any, target: Any) -> Any:

@@ -1,0 +1,77 @@
+"""The cut of a model: balanced, or as the caller says."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from torch import nn
+
+from penstock.cutting import Balanced, CutModel, LayerCost, SplitPoint, count_loss, cut, cut_any
+from penstock.errors import CostError, StageError
+from penstock.ir import Placement
+from penstock.parallel.example_batch import Microbatch
+from penstock.runtime.step_settings import LossFn
+
+Cut: TypeAlias = CutModel | Mapping[str, SplitPoint] | Sequence[str] | Balanced | None
+
+LOGGER = logging.getLogger("penstock")
+
+
+def cut_as_given(
+    model: nn.Module,
+    given: Cut,
+    placement: Placement,
+    microbatch: Microbatch,
+    loss_fn: LossFn | None,
+) -> CutModel:
+    """Cut a model into as many stages as the placement has; without a cut, into balanced ones."""
+    if microbatch.target is not None and (given is not None or loss_fn is None):
+        raise StageError(
+            "example_target was given, with which a balanced cut counts the loss, but "
+            f"{'there is no loss_fn' if loss_fn is None else 'the cut was given too'}. "
+            "Leave one of them out."
+        )
+    args, kwargs = microbatch.args, microbatch.kwargs
+    match given:
+        case None:
+            loss = _cost_of_loss(model, loss_fn, microbatch)
+            policy = Balanced(placement.num_stages, placement=placement, loss=loss)
+            pieces = cut_any(model, policy, args, kwargs)
+        case Balanced():
+            pieces = cut_any(model, given, args, kwargs)
+        case CutModel():
+            pieces = given
+        case Mapping():
+            pieces = cut(model, args, kwargs, split_spec=given)
+        case str():
+            raise StageError(
+                f"cut is {given!r}. Expected names of modules, such as ['layers.4', 'layers.8']."
+            )
+        case Sequence():
+            spec = dict.fromkeys(given, SplitPoint.BEGINNING)
+            pieces = cut(model, args, kwargs, split_spec=spec)
+        case _:
+            raise StageError(
+                f"cut is a {type(given).__name__}. Expected names of modules at which stages "
+                "begin, a split_spec, a Balanced policy, or a CutModel."
+            )
+    if pieces.num_stages != placement.num_stages:
+        raise StageError(
+            f"the model was cut into {pieces.num_stages} stages, but the schedule has "
+            f"{placement.num_stages} on {placement.num_ranks} ranks. Give one cut less than it has "
+            "stages, or another schedule or stages_per_rank."
+        )
+    return pieces
+
+
+def _cost_of_loss(
+    model: nn.Module, loss_fn: LossFn | None, microbatch: Microbatch
+) -> LayerCost | None:
+    if microbatch.target is None or loss_fn is None:
+        return None
+    args, kwargs = microbatch.args, microbatch.kwargs
+    try:
+        return count_loss(model, loss_fn, args, kwargs, target=microbatch.target)
+    except CostError as error:
+        LOGGER.info("the balanced cut does not count the loss: %s", error)
+        return None
