@@ -329,6 +329,13 @@ def test_model_on_the_meta_device_is_cut_without_values() -> None:
     assert stage.is_last
 
 
+def test_loss_counts_with_the_last_layer() -> None:
+    tokens = some_tokens()
+    loss = penstock.LayerCost("loss", 1e9, 0, 0)
+    policy = penstock.Balanced(2, loss=loss)
+    assert "layers.3" in cut_between_layers(own_backwards(), policy, (tokens,)).cut
+
+
 class Noisy(Layers):
     """Noise that is drawn once, and a tied embedding with dropout, go to all layers."""
 

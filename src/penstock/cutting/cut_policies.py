@@ -27,8 +27,8 @@ class Balanced:
     two moments), and activations as often as `in_flight` says, by default as 1F1B holds them.
     With two stages per rank, the slowest rank may be slower by the share `slack` if that makes
     the slowest stage faster: repeated measurements of costs differ by more than that.
-    `loss` is the result of `penstock.cutting.count_loss`: it counts with the last layer, unless costs are
-    those of parameters.
+    `loss` is the result of `penstock.cutting.count_loss`: it counts with the last layer, unless
+    costs are those of parameters.
     """
 
     num_stages: int

@@ -96,7 +96,7 @@ def _choose(
     if policy.costs is not None and len(policy.costs) == len(names):
         costs = policy.costs
     else:
-        costs = [
+        counted = [
             LayerCost(
                 group[0].name,
                 sum(call.cost.time for call in group),
@@ -105,6 +105,7 @@ def _choose(
             )
             for group in groups
         ]
+        costs = policy.with_loss(counted) if recording.is_counted else counted
     return [firsts[start] for start in policy.choose(costs, names)]
 
 

@@ -84,6 +84,8 @@ class Recording:
     uses: dict[Tensor, Uses]
     written: frozenset[str]
     """The inputs that the forward changes in place."""
+    is_counted: bool
+    """Whether costs are those of operations, not of parameters."""
 
 
 def record_calls(model: nn.Module, kwargs: dict[str, Any], num_units: int) -> Recording:
@@ -151,7 +153,7 @@ def _record(
         with NotingUses(known, lambda: (run.position, run.is_inside)) as uses:
             model(**own)
         written = frozenset(name for name in own if _versions(own[name]) != versions[name])
-        return Recording(run.finish(uses.found), uses.found, written)
+        return Recording(run.finish(uses.found), uses.found, written, operations is not None)
 
 
 def _versions(tree: Any) -> list[int]:
