@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from command_line import run
@@ -83,6 +85,10 @@ def test_each_rank_gets_the_options_that_were_given(
         return 7
 
     monkeypatch.setattr(module, "start_ranks", note)
+    for package in ("tensorboard", "wandb"):  # It is enough that they can be found.
+        found = ModuleType(package)
+        found.__spec__ = ModuleSpec(package, None)
+        monkeypatch.setitem(sys.modules, package, found)
     given = {
         "--layers": "9",
         "--width": "24",

@@ -64,12 +64,11 @@ def test_run_resumed_in_any_way_goes_on_as_if_it_had_not_ended(
 def test_feature_gives_the_same_losses_on_any_number_of_ranks_and_when_resumed(
     uninterrupted: list[float], tmp_path: Path, feature: dict[str, Any]
 ) -> None:
-    expected = losses(num_ranks=1, schedule="ZB-H1", **feature)
+    folder = str(tmp_path)
+    expected = losses(checkpoint=folder, num_ranks=1, schedule="ZB-H1", keep=9, **feature)
     assert uninterrupted != expected
     assert expected == losses(num_ranks=2, schedule="ZB-V", **feature)
     # As if it was stopped: the last step, to which the learning rate falls, stays the same.
-    folder = str(tmp_path)
-    run(checkpoint=folder, num_ranks=1, schedule="ZB-H1", every=2, keep=9, **feature)
     shutil.rmtree(tmp_path / "step-000004")
     found = losses(checkpoint=folder, resume=True, num_ranks=4, schedule="ZB-H1", **feature)
     assert expected[2:] == found

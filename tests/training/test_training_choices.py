@@ -1,6 +1,7 @@
 """From options on the command line, in a file and in a checkpoint to the config of a run."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +206,31 @@ def test_what_cannot_be_is_rejected_before_the_run(
     with pytest.raises(OptionError, match=expected):
         check_run(make_config(given, {}))
     check_run(make_config({"record": "run.json", "checkpoint": "new/folder"}, {}))
+
+
+@pytest.mark.parametrize(
+    ("package", "given", "expected"),
+    [
+        ("tensorboard", {"tensorboard": "x"}, "--tensorboard needs tensorboard: .*penstock.train"),
+        ("wandb", {"wandb": "x"}, "--wandb needs wandb: pip install wandb"),
+        ("tokenizers", {"tokenizer": "x"}, r"a tokenizer\.json needs tokenizers: .*penstock.train"),
+        (
+            "transformers",
+            {"model": "folder"},
+            "--model folder .* needs transformers: .*penstock.hf",
+        ),
+    ],
+)
+def test_package_that_is_missing_is_told_before_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    given: dict[str, str],
+    expected: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    Path("folder").mkdir()
+    Path("folder/config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(OptionError, match=expected):
+        check_run(make_config(given, {}))

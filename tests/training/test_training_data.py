@@ -161,6 +161,15 @@ def test_tokens_of_a_given_file_have_no_end_and_bytes_have_none(words: Path) -> 
         TokenizerFile(words, None)
 
 
+def test_tokens_that_the_model_does_not_know_are_rejected() -> None:
+    for row, vocabulary in (((1, 9), 9), ((-1, 2), None)):
+        with pytest.raises(
+            OptionError, match=rf"has tokens from {row[0]} to {row[1]}, but the mod"
+        ):
+            tokenise(Documents((), (row,)), ByteTokens(), vocabulary=vocabulary)
+    assert [1, 8] == tokenise(Documents((), ((1, 8),)), ByteTokens(), vocabulary=9).tolist()
+
+
 def letters(**options: Any) -> Batches:
     sequences = Sequences(tokenise(LETTERS, ByteTokens()), 4)
     return Batches(sequences, **{"batch": 3, "seed": 0, **options})

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from small_runs import PLAIN, run
 
-from penstock.errors import OptionError
 from penstock.training.held_out import Evaluated
 from penstock.training.log_sinks import Logs
 from penstock.training.trainer import StepDone
@@ -83,19 +82,3 @@ def test_tensorboard_and_wandb_get_the_same_figures(monkeypatch: pytest.MonkeyPa
     assert [("board",), ("eval_loss", 0.0, 3), ("perplexity", 1.0, 3), "closed"] == board
     assert ({"eval_loss": 0.0, "perplexity": 1.0}, 3) == online[1]
     assert ("project", 0.01) == (online[0]["project"], online[0]["config"]["lr"])
-
-
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("tensorboard", r"--tensorboard needs tensorboard: pip install 'penstock\[train\]'"),
-        ("wandb", "--wandb needs wandb: pip install wandb"),
-    ],
-)
-def test_log_without_its_package_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, option: str, expected: str
-) -> None:
-    monkeypatch.setitem(sys.modules, option, None)
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(OptionError, match=expected):
-        Logs(replace(PLAIN, **{option: "x"}))

@@ -3,10 +3,12 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import OptionError
+from penstock.extras import needed_by
 from penstock.training.documents import Documents, read_documents
 from penstock.training.launching import is_worker
 from penstock.training.model_sources import HuggingFaceModel, find_model
@@ -68,6 +70,7 @@ def _choose_share(options: dict[str, Any]) -> None:
 def check_run(config: TrainConfig) -> Data:
     """Return the data that the run reads; raise an error if the run is impossible."""
     choose_orders(config)
+    _check_packages(config)
     documents = read_documents(config.data)
     _check_length(config, documents)
     evaluated = read_documents(config.eval_data, option="eval-data") if config.eval_data else None
@@ -98,6 +101,22 @@ def check_run(config: TrainConfig) -> Data:
             "Expected --model to be a folder of Hugging Face; others are in the --checkpoint."
         )
     return Data(documents, evaluated)
+
+
+def _check_packages(config: TrainConfig) -> None:
+    """Raise an error if a package is missing that ranks would import."""
+    is_of_transformers = isinstance(config.model, HuggingFaceModel)
+    for what, package, extra, is_needed in (
+        (f"--model {config.model}", "transformers", "hf", is_of_transformers),
+        ("a tokenizer.json", "tokenizers", "train", config.tokenizer_file is not None),
+        ("--tensorboard", "tensorboard", "train", bool(config.tensorboard)),
+    ):
+        if is_needed:
+            with needed_by(what, [package], extra=extra, error=OptionError):
+                if find_spec(package) is None:
+                    raise ModuleNotFoundError(name=package)
+    if config.wandb and find_spec("wandb") is None:
+        raise OptionError("--wandb needs wandb: pip install wandb")
 
 
 def _check_length(config: TrainConfig, documents: Documents) -> None:

@@ -1,4 +1,7 @@
-"""Where the figures of a run go besides the screen: JSON lines, TensorBoard, wandb."""
+"""Where the figures of a run go besides the screen: JSON lines, TensorBoard, wandb.
+
+That their packages are installed was checked before the ranks started.
+"""
 
 import json
 import math
@@ -8,8 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import OptionError
-from penstock.extras import needed_by
 from penstock.training.saved import find_latest
 from penstock.training.settings import TrainConfig
 
@@ -56,8 +57,8 @@ class TensorBoard(AbstractSink):
     """A folder of TensorBoard's."""
 
     def __init__(self, folder: str, *, resumed_step: int) -> None:
-        with needed_by("--tensorboard", ["tensorboard"], extra="train", error=OptionError):
-            from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(
             folder, purge_step=resumed_step + 1 if resumed_step else None
         )
@@ -74,10 +75,7 @@ class Wandb(AbstractSink):
     """A run of Weights & Biases."""
 
     def __init__(self, project: str, options: Mapping[str, Any]) -> None:
-        try:
-            wandb = import_module("wandb")
-        except ImportError as error:
-            raise OptionError("--wandb needs wandb: pip install wandb") from error
+        wandb = import_module("wandb")
         self._run: Any = wandb.init(project=project, config=dict(options))
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:

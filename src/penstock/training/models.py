@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from penstock.comm import LocalGroup
 from penstock.cutting import Balanced, CutModel, cut_any
 from penstock.errors import OptionError
-from penstock.extras import needed_by
 from penstock.ir import Rank
 from penstock.parallel import ParallelModel, Pretrained, load_pretrained, parallelize
 from penstock.stage import Group
@@ -146,8 +145,7 @@ def _of_transformers(
     """Return the model of a folder: its weights are read by stage, and random ones made whole."""
     if source.has_weights:
         return load_pretrained(source.path, dtype=dtype)
-    with needed_by(f"--model {source.path}", ["transformers"], extra="hf", error=OptionError):
-        transformers = import_module("transformers")
+    transformers = import_module("transformers")
     with errors_in_one_line(f"transformers cannot make the model of {source.path}"):
         described = transformers.AutoConfig.from_pretrained(source.config_file)
         described.use_cache = False  # A cache cannot be traced, and training needs none.

@@ -1,5 +1,6 @@
 """From texts to tokens and back: bytes, or what a tokenizer.json says."""
 
+import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from penstock.errors import OptionError
-from penstock.extras import needed_by
 from penstock.training.documents import Documents
 from penstock.training.model_sources import HuggingFaceModel
 from penstock.training.settings import TrainConfig
@@ -56,8 +56,7 @@ class TokenizerFile(AbstractTokens):
     """The tokens of a tokenizer.json, as Hugging Face's tokenizers reads it."""
 
     def __init__(self, path: str | Path, end: int | None) -> None:
-        with needed_by("a tokenizer.json", ["tokenizers"], extra="train", error=OptionError):
-            tokenizers = import_module("tokenizers")
+        tokenizers = import_module("tokenizers")
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # It raises nothing more special.
@@ -101,11 +100,21 @@ def choose_tokens(config: TrainConfig) -> AbstractTokens:
     return found
 
 
-def tokenise(documents: Documents, tokens: AbstractTokens) -> Tensor:
-    """Return the tokens of all documents in a row, with the end token after each, if any."""
+def tokenise(
+    documents: Documents, tokens: AbstractTokens, *, vocabulary: int | None = None
+) -> Tensor:
+    """Return the tokens of all documents in a row, with the end token after each, if any.
+
+    Raise an error if the model, which knows `vocabulary` of them, does not know one.
+    """
     row = array("i")
     for part in documents.parts:
         row.extend(tokens.encode(part) if isinstance(part, bytes) else part)
         if tokens.end is not None:
             row.append(tokens.end)
+    if row and not 0 <= min(row) <= max(row) < (vocabulary or math.inf):
+        raise OptionError(
+            f"the data, {documents.name}, has tokens from {min(row)} to {max(row)}, but the model "
+            f"knows {vocabulary or 'none below 0'}. Give data for this model."
+        )
     return torch.frombuffer(row, dtype=torch.int32) if row else torch.zeros(0, dtype=torch.int32)

@@ -120,7 +120,7 @@ def train(
                     evaluated.append(run.evaluate(number, on_evaluated))
             if config.evaluate_only:
                 evaluated.append(run.evaluate(run.first, on_evaluated))
-            sample = run.continue_text(config.sample) if config.sample else ""
+            sample = run.continue_text() if config.sample else ""
             if config.export:
                 export(run.pipe, config, is_first=comm.rank == 0)
             run.finish()
@@ -161,6 +161,9 @@ class RankTraining:
         self._saved = Saved.of(config, data.documents)
         self._place = Place.of(config, group, device)
         self._tokens = choose_tokens(config)
+        self._prompt = self._tokens.encode(config.sample.encode())
+        if config.sample and not self._prompt:
+            raise OptionError(f"--sample is {config.sample!r}, which has no tokens. Give a text.")
         trained, self._evaluation = self._read(data)
         self._batches = Batches(trained, batch=config.batch, seed=config.seed)
         self.pipe: ParallelModel = spread(config, choose_orders(config), self._place, on_forecast)
@@ -169,10 +172,12 @@ class RankTraining:
 
     def _read(self, data: Data) -> tuple[Sequences, Evaluation | None]:
         config = self._config
-        whole = Sequences(tokenise(data.documents, self._tokens), config.context)
-        held_out = None
+        known = config.model.vocabulary
+        row = tokenise(data.documents, self._tokens, vocabulary=known)
+        whole, held_out = Sequences(row, config.context), None
         if data.evaluated is not None:
-            held_out = Sequences(tokenise(data.evaluated, self._tokens), config.context)
+            row = tokenise(data.evaluated, self._tokens, vocabulary=known)
+            held_out = Sequences(row, config.context)
         elif config.eval_share:
             whole, held_out = whole.split(config.eval_share)
         return whole, self._evaluate_on(held_out)
@@ -243,8 +248,8 @@ class RankTraining:
             on_evaluated(found)
         return found
 
-    def continue_text(self, prompt: str) -> str:
-        """Return a prompt and the likeliest text after it, on every rank."""
+    def continue_text(self) -> str:
+        """Return the prompt and the likeliest text after it, on every rank."""
         config = self._config
 
         def predict(tokens: Tensor) -> object:
@@ -254,13 +259,13 @@ class RankTraining:
 
         made = continue_text(
             self.pipe,
-            list(self._tokens.encode(prompt.encode())),
+            self._prompt,
             rows=config.batch,
             context=config.context,
             predict=predict,
             end=self._tokens.end,
         )
-        return prompt + self._tokens.decode(made)
+        return config.sample + self._tokens.decode(made)
 
     def finish(self) -> Recording | None:
         """End the run after the last step; return the recording, if one was asked for."""

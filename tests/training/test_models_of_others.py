@@ -1,0 +1,125 @@
+"""Models that Penstock does not know: of transformers, and of functions."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import DATA, PLAIN, losses
+
+from penstock.errors import OptionError
+from penstock.training.choices import Data
+from penstock.training.documents import Documents
+from penstock.training.model_sources import HuggingFaceModel, ModelSource, OwnModel
+from penstock.training.models import logits_of, next_token_loss
+
+OWN = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Embedding(256, 16), *(nn.Linear(16, 16) for _ in range(4)), Head())
+
+class Head(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 256)
+
+def nothing():
+    return 5
+
+def fails():
+    raise ValueError("no such thing")
+
+def hidden():
+    return nn.Sequential(nn.Embedding(256, 16), *(nn.Flatten() for _ in range(4)))
+"""
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_models.py").write_text(OWN)
+    return "own_models"
+
+
+def on_ranks(model: ModelSource, num_ranks: int, **options: Any) -> list[float]:
+    schedule = "ZB-H1" if num_ranks == 1 else "ZB-V"
+    return losses(model=model, num_ranks=num_ranks, schedule=schedule, steps=3, **options)
+
+
+def test_model_of_a_function_has_the_same_losses_on_any_number_of_ranks(own: str) -> None:
+    model = OwnModel(f"{own}:make", 8)
+    expected = on_ranks(model, 1)
+    assert expected == on_ranks(model, 2)
+    assert expected[-1] < expected[0]
+    assert expected != on_ranks(model, 1, seed=1)
+
+
+def test_random_model_of_a_config_has_the_same_losses_on_any_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    model = HuggingFaceModel(str(path), 8)
+    assert on_ranks(model, 1, clip=1.0) == pytest.approx(on_ranks(model, 2, clip=1.0), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nothing", r"own_models:nothing returned a int\. Expected a model"),
+        ("fails", r"own_models:fails failed: ValueError: no such thing"),
+        ("hidden", "returned a Tensor without logits for each token"),
+        ("mak", r"own_models has no 'mak'\. Did you mean make\?"),
+    ],
+)
+def test_function_that_gives_no_model_is_rejected(own: str, name: str, expected: str) -> None:
+    with pytest.raises(OptionError, match=expected):
+        on_ranks(OwnModel(f"{own}:{name}", 8), 1)
+
+
+def test_logits_are_found_in_what_models_return() -> None:
+    logits = torch.randn(2, 3, 5, dtype=torch.bfloat16)
+    target = torch.zeros(2, 3, dtype=torch.long)
+
+    class Output:
+        pass
+
+    output = Output()
+    output.logits = logits
+    for returned in (logits, {"logits": logits}, output):
+        assert logits is logits_of(returned)
+    assert torch.float32 == next_token_loss(logits, target).dtype
+    assert torch.float64 == next_token_loss(logits.double(), target).dtype
+    with pytest.raises(OptionError, match="the model returned a dict without logits"):
+        logits_of({"hidden": logits})
+
+
+def test_prompt_without_tokens_is_rejected(tmp_path: Path) -> None:
+    words = {"model": {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(
+        json.dumps({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, **words})
+    )
+    with pytest.raises(OptionError, match=r"--sample is ' ', which has no tokens\."):
+        losses(sample=" ", tokenizer=str(path), num_ranks=1)
+
+
+def test_tokens_that_a_rank_finds_too_few_are_rejected(tmp_path: Path) -> None:
+    read = Data(Documents((), (DATA.documents.parts[0][:8],)))
+    config = replace(PLAIN, num_ranks=1)
+    with pytest.raises(OptionError, match="the data has no whole sequence to train on"):
+        losses(read=read, num_ranks=config.num_ranks)
