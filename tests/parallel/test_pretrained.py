@@ -379,5 +379,5 @@ def test_file_that_changed_is_refused(tmp_path: Path) -> None:
     pretrained = penstock.load_pretrained(tmp_path)
     pieces = cut_in_two(pretrained)
     add("model.norm.weight", torch.ones(3))(tmp_path)
-    with pytest.raises(PretrainedError, match=r"'model.norm.weight' cannot be read from"):
+    with pytest.raises(PretrainedError, match=r"cannot be read from .* as its header"):
         pretrained.fill(pieces.get_stage_module(1), "cpu")

@@ -23,8 +23,6 @@ from penstock.parallel.transformers_parts import (
     without_ignored,
 )
 
-_ROWS_AT_ONCE = 1024
-
 
 def load_pretrained(
     folder: str | PathLike[str],
@@ -128,7 +126,7 @@ class Pretrained:
     ) -> Callable[[str], Tensor]:
         owner, _, last = name.rpartition(".")
         dtype = getattr(module.get_submodule(owner), last).dtype
-        return lambda key: reader.read(key).to(dtype)
+        return lambda key: reader.read(key, dtype)
 
     def with_adapter(self, adapter: Any, *, seed: int = 0) -> "Pretrained":
         """Return this model with a LoRA adapter of PEFT, and all of its own weights frozen.
@@ -159,11 +157,7 @@ class Pretrained:
     def _are_equal(self, first: Iterable[str], second: Iterable[str]) -> bool:
         with self.files.reading() as reader:
             for one, other in zip(first, second, strict=True):
-                parts = zip(
-                    reader.parts(one, _ROWS_AT_ONCE),
-                    reader.parts(other, _ROWS_AT_ONCE),
-                    strict=True,
-                )
+                parts = zip(reader.parts(one), reader.parts(other), strict=True)
                 if one != other and not all(a.equal(b) for a, b in parts):
                     return False
         return True

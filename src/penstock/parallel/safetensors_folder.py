@@ -1,16 +1,20 @@
 """The safetensors files of a folder: which tensors they hold, read one at a time."""
 
 import json
-from collections.abc import Callable, Iterator
+import math
+import os
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.comm.abstract_comm import as_bytes
 from penstock.errors import PretrainedError
 from penstock.extras import needed_by
 
@@ -29,6 +33,7 @@ DTYPES = {
     "F64": torch.float64,
 }
 """The dtypes of tensors, by their names in safetensors files."""
+_VALUES_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,10 @@ class Entry:
     """A tensor in a file, which was not read."""
 
     file: Path
+    version: tuple[int, int]
+    """The length of the file and when it was changed, as its header was read."""
+    begin: int
+    """The place of the tensor in the file."""
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -90,36 +99,63 @@ class SafetensorsFolder:
 
 
 class TensorReader:
-    """Reads tensors from open files, each into memory of its own."""
+    """Reads tensors from open files, each into memory of its own.
+
+    It reads the bytes itself: safetensors would map files, whose pages count as resident, or read
+    a whole tensor to return a part of it.
+    """
 
     def __init__(self, entries: dict[str, Entry], stack: ExitStack) -> None:
         self._entries, self._stack = entries, stack
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, FileIO] = {}
+        self._memory: dict[torch.dtype, Tensor] = {}
+        """Where values are read that are converted; one piece, so that memory stays in one."""
 
-    def read(self, name: str) -> Tensor:
-        """Return one tensor, in host memory."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return one tensor, in host memory, converted in parts if it has another dtype."""
         entry = self._entries[name]
-        found: Tensor = self._from_file(entry, lambda file: file.get_tensor(entry.name))
-        if (found.dtype, tuple(found.shape)) != (entry.dtype, entry.shape):
-            raise _changed(entry)
+        found = torch.empty(entry.shape, dtype=dtype or entry.dtype)
+        if found.dtype == entry.dtype:
+            self._read_into(found.view(-1), entry, 0)
+            return found
+        flat, begin = found.view(-1), 0
+        if entry.dtype not in self._memory:
+            self._memory[entry.dtype] = torch.empty(_VALUES_AT_ONCE, dtype=entry.dtype)
+        for part in self.parts(name, self._memory[entry.dtype]):
+            flat[begin : begin + len(part)] = part
+            begin += len(part)
         return found
 
-    def parts(self, name: str, num_rows: int) -> Iterator[Tensor]:
-        """Return a tensor in parts, cut along its first dimension."""
+    def parts(self, name: str, memory: Tensor | None = None) -> Iterator[Tensor]:
+        """Yield the values of a tensor a few megabytes at a time; each time in the same memory."""
         entry = self._entries[name]
-        if not entry.shape:
-            yield self.read(name)
-            return
-        part = self._from_file(entry, lambda file: file.get_slice(entry.name))
-        for begin in range(0, entry.shape[0], num_rows):
-            yield part[begin : min(begin + num_rows, entry.shape[0])]
+        num_values = math.prod(entry.shape)
+        if memory is None:
+            memory = torch.empty(min(num_values, _VALUES_AT_ONCE), dtype=entry.dtype)
+        for begin in range(0, num_values, _VALUES_AT_ONCE):
+            part = memory[: num_values - begin]
+            self._read_into(part, entry, begin)
+            yield part
 
-    def _from_file(self, entry: Entry, get: Callable[[Any], Any]) -> Any:
+    def _read_into(self, part: Tensor, entry: Entry, begin: int) -> None:
+        """Read the values of a tensor from the `begin`th on into a part of it."""
+        if not part.numel():
+            return
         try:
-            if entry.file not in self._open:
-                self._open[entry.file] = self._stack.enter_context(_safe_open(entry.file))
-            return get(self._open[entry.file])
-        except (OSError, _safetensor_error()) as exc:
+            file = self._open.get(entry.file)
+            if file is None:
+                file = self._stack.enter_context(entry.file.open("rb", buffering=0))
+                self._open[entry.file] = file
+            if _version(os.fstat(file.fileno())) != entry.version:
+                raise _changed(entry)
+            file.seek(entry.begin + begin * entry.dtype.itemsize)
+            wanted = memoryview(as_bytes(part).numpy().data).cast("B")
+            while wanted:
+                num_read = file.readinto(wanted)
+                if not num_read:
+                    raise _changed(entry)
+                wanted = wanted[num_read:]
+        except OSError as exc:
             raise _changed(entry) from exc
 
 
@@ -133,22 +169,34 @@ def _changed(entry: Entry) -> PretrainedError:
 def _entries(path: Path) -> dict[str, Entry]:
     """Return the tensors of one file, by its header; the file has the length that this says."""
     try:
-        with _safe_open(path) as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            found = {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-    except (OSError, _safetensor_error()) as exc:
+        with _safetensors().safe_open(path, framework="pt", device="cpu"):
+            pass  # It is complete, and its header is right.
+        with path.open("rb") as file:
+            version = _version(os.fstat(file.fileno()))
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, _safetensors().SafetensorError) as exc:
         raise PretrainedError(
             f"{path} is not a complete safetensors file ({exc}). Expected one: copy or download "
             "it again, or convert the weights with transformers, by from_pretrained(…) and "
             "save_pretrained(…)."
         ) from exc
-    for name, (dtype, _) in found.items():
-        if dtype not in DTYPES:
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, described in header.items():
+        dtype = DTYPES.get(described["dtype"])
+        if dtype is None:
             raise PretrainedError(
-                f"{name!r} in {path} has the dtype {dtype}. Expected one of {', '.join(DTYPES)}: "
-                "convert the weights with transformers first."
+                f"{name!r} in {path} has the dtype {described['dtype']}. Expected one of "
+                f"{', '.join(DTYPES)}: convert the weights with transformers first."
             )
-    return {name: Entry(path, name, DTYPES[dtype], shape) for name, (dtype, shape) in found.items()}
+        begin = 8 + length + described["data_offsets"][0]
+        entries[name] = Entry(path, version, begin, name, dtype, tuple(described["shape"]))
+    return entries
+
+
+def _version(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -179,12 +227,3 @@ def _safetensors() -> Any:
         "A folder of weights", ["safetensors", "transformers"], extra="hf", error=PretrainedError
     ):
         return import_module("safetensors")
-
-
-def _safetensor_error() -> Any:
-    return _safetensors().SafetensorError
-
-
-def _safe_open(path: Path) -> Any:
-    # Read, not mapped: pages of a mapped file would count as resident as long as it is open.
-    return _safetensors().safe_open(path, framework="pt", device="cpu", backend="pread")
