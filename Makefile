@@ -53,6 +53,7 @@ bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/host_time/main.py time
 	$(BIN)/python benchmarks/first_step/main.py
 	$(BIN)/python benchmarks/memory/main.py
+	$(BIN)/python benchmarks/pretrained/main.py
 	@scripts/browser
 	$(BIN)/python benchmarks/studio/main.py
 
