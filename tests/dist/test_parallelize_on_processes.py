@@ -94,7 +94,7 @@ def train(
         losses.append(pipe.evaluate(tokens, target=target).item())
         saving = pipe.save(folder, optimizer, extra={"step": step + 1}, asynchronous=step == 0)
         saving.wait()
-        dist.barrier()
+        assert (Path(folder) / "training.json").exists()  # On every rank, at once.
     state = {
         name: value.full_tensor() if isinstance(value, DTensor) else value
         for name, value in pipe.state_dict().items()
@@ -170,6 +170,27 @@ def count_reductions(_: dist.ProcessGroup, sizes: dict[str, int]) -> list[bool]:
 def test_replicas_reduce_gradients_only_when_they_are_final(fresh_pool: WorkerPool) -> None:
     found = fresh_pool.run(4, count_reductions, {"pp": 2, "dp": 2})
     assert [[False, True]] * 4 == found
+
+
+def save_in_a_part(group: dist.ProcessGroup, folder: str) -> tuple[bool, dict[str, Any]]:
+    """A pipeline of some of the processes, which rank 0 of all is not in."""
+    own = dist.new_group([1, 2])
+    if dist.get_rank() not in (1, 2):
+        return False, {}
+    tokens, target = make_batch()
+    pipe = penstock.parallelize(
+        make_decoder(), (tokens,), loss_fn=loss_of, num_microbatches=4, group=own, timeout=60
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    pipe.step(tokens, target=target)
+    optimizer.step()
+    pipe.save(folder, optimizer, extra={"step": 1}, asynchronous=True)
+    return pipe.is_main, pipe.load(folder, optimizer)
+
+
+def test_pipeline_of_some_processes_is_saved(fresh_pool: WorkerPool, tmp_path: Path) -> None:
+    found = fresh_pool.run(4, save_in_a_part, str(tmp_path / "state"))
+    assert [(False, {}), (True, {"step": 1}), (False, {"step": 1}), (False, {})] == found
 
 
 def is_freed(group: dist.ProcessGroup) -> tuple[int, int]:

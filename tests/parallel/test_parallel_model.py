@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import GradientError, StageError
+from penstock.errors import GradientError, StageError, StepError
 from spread_models import (
     NUM_MICROBATCHES,
     assert_trained_alike,
@@ -101,6 +101,41 @@ def test_gradients_of_several_steps_add_up_and_are_scaled() -> None:
         for part in found:
             if name in part:
                 torch.testing.assert_close(part[name], weight.grad / 2, rtol=0, atol=1e-14)
+
+
+def test_gradients_of_open_steps_cannot_be_clipped_or_added_to_others() -> None:
+    tokens, target = make_batch()
+
+    def run(pipe: Pipe) -> None:
+        pipe.step(tokens, target=target, finalize=False)
+        with pytest.raises(GradientError, match="the last step had finalize=False, so gradients"):
+            pipe.clip_grad_norm_(1.0)
+        pipe.step(tokens, target=target)
+        pipe.clip_grad_norm_(1.0)
+        with pytest.raises(
+            StepError, match=r"tied parameter '\S+' has a gradient before a step with"
+        ):
+            pipe.step(tokens, target=target, finalize=False)
+
+    on_cut_ranks(2, run, make_decoder(), schedule="1F1B")
+
+
+def test_step_of_microbatches_completes_gradients_again() -> None:
+    """A step with finalize=False once left the next one open too."""
+    tokens, target = make_batch()
+    done: list[int] = []
+
+    def run(pipe: Pipe) -> None:
+        pipe.step(tokens, target=target, finalize=False)
+        pipe.pipeline.step_microbatches(
+            [(part,) for part in tokens.chunk(NUM_MICROBATCHES)],
+            targets=list(target.chunk(NUM_MICROBATCHES)),
+        )
+        pipe.clip_grad_norm_(1.0)
+        done.append(pipe.rank)
+
+    on_cut_ranks(2, run, make_decoder())
+    assert [0, 1] == sorted(done)
 
 
 def test_zero_grad_drops_gradients_or_sets_them_to_zero() -> None:
@@ -206,6 +241,19 @@ def test_optimizers_in_the_backward_train_as_one_after_the_step() -> None:
         optimizer.step()
     assert [True, True] == [are_dropped for _, are_dropped in found]
     assert_trained_alike(model, [state for state, _ in found])
+
+
+def test_gradients_that_were_used_in_the_backward_cannot_be_changed() -> None:
+    tokens, target = make_batch()
+
+    def run(pipe: Pipe) -> None:
+        with pytest.raises(GradientError, match="before gradients can be unscaled"):
+            pipe.step(tokens, target=target, scaler=penstock.GradScaler(pipe))
+        pipe.step(tokens, target=target)
+        with pytest.raises(GradientError, match="before gradients can be clipped"):
+            pipe.clip_grad_norm_(1.0)
+
+    on_cut_ranks(2, run, make_decoder(), optimizer_in_backward=torch.optim.AdamW)
 
 
 def test_optimizers_in_the_backward_wait_for_the_last_of_several_steps() -> None:

@@ -15,6 +15,7 @@ from penstock.errors import (
     StageError,
     StepError,
 )
+from penstock.parallel.tied_values import _digest
 from spread_models import (
     NUM_MICROBATCHES,
     Decoder,
@@ -235,6 +236,37 @@ def test_number_of_microbatches_is_chosen_by_the_batch() -> None:
     assert [4, 4, 4] == on_ranks(3, count, make_decoder(), num_microbatches=None)
 
 
+def test_number_of_microbatches_follows_the_dim_in_which_a_batch_is_cut() -> None:
+    x = torch.randn(7, 8, 4)
+
+    def main(group: penstock.LocalGroup) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        spec = (penstock.TensorChunkSpec(1),)
+        return penstock.parallelize(
+            model, x, loss_fn=nn.functional.mse_loss, args_chunk_spec=spec, group=group
+        ).num_microbatches
+
+    assert [4, 4] == penstock.local_ranks(2, main)
+
+
+def test_tied_values_are_compared_alike_with_any_number_of_threads() -> None:
+    weight = torch.randn(1000, 301)
+    num_threads = torch.get_num_threads()
+    found = set()
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        found.add(_digest(weight))
+    torch.set_num_threads(num_threads)
+    found.add(_digest(weight.t().contiguous().t()))
+    assert 1 == len(found)
+    changed = weight.clone()
+    changed[3, 5] += 1e-3
+    assert found != {_digest(changed)}
+    swapped = weight.flip(0)
+    assert found != {_digest(swapped)}
+
+
 def test_tied_copies_that_differ_are_refused() -> None:
     def main(group: penstock.LocalGroup) -> None:
         tokens, _ = make_batch()
@@ -280,6 +312,7 @@ def test_assignment_without_effect_is_refused() -> None:
         ({"fsdp_options": {"offload_policy": None}}, StageError, "but nothing is sharded"),
         ({"tp_plan": {"head": None}}, StageError, "tensor parallelism needs both a mesh"),
         ({"schedule": "ZB-X"}, ScheduleError, "ZB-X"),
+        ({"loss_fn": "Model"}, StageError, "loss_fn is 'Model'. Expected a function of the output"),
         ({"cut": penstock.Balanced(2)}, StageError, "was cut into 2 stages, but the schedule has"),
         ({"cut": ["blocks.2"], "example_target": make_batch()[1]}, StageError, "the cut was given"),
         ({"loss_fn": None, "example_target": make_batch()[1]}, StageError, "there is no loss_fn"),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckpointError, StageError
+from penstock.parallel import training_state
 from spread_models import assert_trained_alike, make_batch, make_decoder, on_cut_ranks, whole_step
 
 Pipe = penstock.ParallelModel
@@ -128,14 +129,71 @@ def test_optimizers_in_the_backward_are_saved_by_themselves(tmp_path: Path) -> N
     assert_trained_alike(model, found)
 
 
-def test_old_folder_stays_if_the_new_one_cannot_be_written(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    failed: list[int] = []
 
     def save(pipe: Pipe) -> None:
-        pipe.save(tmp_path / "file" / "state")
+        with pytest.raises(CheckpointError, match=r"state could not be written: NotADirectory"):
+            pipe.save(tmp_path / "file" / "state")
+        with pytest.raises(CheckpointError, match=r"file could not be written: NotADirectory"):
+            pipe.save(tmp_path / "file")
+        failed.append(pipe.rank)
 
-    with pytest.raises(CheckpointError, match=r"state could not be written: NotADirectoryError"):
-        on_cut_ranks(2, save, make_decoder())
+    on_cut_ranks(2, save, make_decoder())
+    assert [0, 1] == sorted(failed)
+
+
+def test_old_folder_stays_if_the_new_one_cannot_be_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[int] = []
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space is left")
+
+    def save(pipe: Pipe) -> None:
+        pipe.save(tmp_path / "state", extra={"step": 1})
+        pipe.pipeline.gather(None, "to change what completes a folder")
+        monkeypatch.setattr(training_state, "complete_folder", fail)
+        with pytest.raises(CheckpointError, match="could not be written: OSError: no space is"):
+            pipe.save(tmp_path / "state", extra={"step": 2})
+        failed.append(pipe.rank)
+
+    on_cut_ranks(2, save, make_decoder())
+    assert [0, 1] == sorted(failed)
+    extra = on_cut_ranks(2, lambda pipe: pipe.load(tmp_path / "state"), make_decoder())
+    assert [{"step": 1}] * 2 == extra
+
+
+def test_save_that_was_killed_between_two_renames_is_undone(tmp_path: Path) -> None:
+    def save(pipe: Pipe) -> None:
+        pipe.save(tmp_path / "state", extra={"step": 1})
+
+    on_cut_ranks(1, save, make_decoder())
+    (tmp_path / "state").rename(tmp_path / ".state.replaced")
+    (tmp_path / ".state.incomplete").mkdir()
+    extra = on_cut_ranks(1, lambda pipe: pipe.load(tmp_path / "state"), make_decoder())
+    assert [{"step": 1}] == extra
+    on_cut_ranks(1, save, make_decoder())
+    assert ["state"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_load_that_fails_leaves_the_optimizer_alone(tmp_path: Path) -> None:
+    def run(pipe: Pipe) -> None:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        train(pipe, optimizer, range(1))
+        pipe.save(tmp_path / "state", optimizer)
+        optimizer.param_groups[0]["lr"] = 0.5
+        for file in (tmp_path / "state").glob("*.distcp"):
+            file.write_bytes(file.read_bytes()[:100])
+        kept = optimizer.state[next(pipe.parameters())]["exp_avg"].clone()
+        with pytest.raises(CheckpointError, match="cannot be loaded"):
+            pipe.load(tmp_path / "state", optimizer)
+        assert 0.5 == optimizer.param_groups[0]["lr"]
+        assert torch.equal(kept, optimizer.state[next(pipe.parameters())]["exp_avg"])
+
+    on_cut_ranks(1, run, make_decoder())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +205,7 @@ def test_old_folder_stays_if_the_new_one_cannot_be_written(tmp_path: Path) -> No
         (lambda folder: (folder / ".metadata").unlink(), "cannot be loaded: FileNotFoundError"),
         (
             lambda folder: (folder / "training.json").write_text(json.dumps({"format": "x"})),
-            "it has another format",
+            "training.json has another format",
         ),
     ],
 )

@@ -41,6 +41,13 @@ class Balanced:
     bytes_per_parameter_byte: float = 4.0
     loss: LayerCost | None = None
 
+    def __post_init__(self) -> None:
+        if self.costs is not None and self.loss is not None:
+            raise CostError(
+                "costs and loss were both given, and the loss would not be counted. Expected the "
+                "loss in the costs: add it to that of the last layer."
+            )
+
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Mark the cuts in a traced graph."""
         layers = find_layers(graph_module, at_least=self.num_stages)

@@ -182,8 +182,10 @@ def count_loss(
         args, kwargs, wanted = pytree.tree_map_only(
             Tensor, _fake_like, (mb_args, mb_kwargs or {}, target)
         )
+        is_on_host = are_on_host((mb_args, mb_kwargs))
         own = {
-            name: counter.stand_in_for(t) for name, t in model.state_dict(keep_vars=True).items()
+            name: counter.stand_in_for(tensor, is_on_host=is_on_host)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
         outputs = functional_call(model, own, args, kwargs)
         counter.take()  # What the model itself costs.

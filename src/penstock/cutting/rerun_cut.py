@@ -93,8 +93,11 @@ def _choose(
     groups = [recording.calls[first:end] for first, end in zip(firsts, ends, strict=True)]
     names = [group[0].name for group in groups]
     costs: Sequence[LayerCost | float]
-    if policy.costs is not None and len(policy.costs) == len(names):
+    if policy.costs is not None:
         costs = policy.costs
+        if joined and len(costs) == len(recording.calls):
+            times = [cost.time if isinstance(cost, LayerCost) else cost for cost in costs]
+            costs = [sum(times[first:end]) for first, end in zip(firsts, ends, strict=True)]
     else:
         counted = [
             LayerCost(

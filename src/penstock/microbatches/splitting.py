@@ -54,6 +54,22 @@ def split_args_kwargs_into_chunks(
     return first, second
 
 
+def batch_size(
+    args: tuple[Any, ...], kwargs: dict[str, Any], args_chunk_spec: Any, kwargs_chunk_spec: Any
+) -> int | None:
+    """Return the size of a batch along the dim in which it is cut; None if nothing is.
+
+    >>> import torch
+    >>> batch_size((torch.zeros(7, 8),), {}, TensorChunkSpec(1), None)
+    8
+    """
+    wholes = (
+        _Whole.of(args, "args", args_chunk_spec, "args_chunk_spec"),
+        _Whole.of(kwargs, "kwargs", kwargs_chunk_spec, "kwargs_chunk_spec"),
+    )
+    return next((size for whole in wholes for _, size in whole.batches()), None)
+
+
 def split_target(target: Any, num_microbatches: int) -> list[Any]:
     """Return the target of each microbatch, cut like arguments without a spec.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.errors import MicrobatchError, StageError
 from penstock.microbatches import split_args_kwargs_into_chunks
-from penstock.microbatches.splitting import split_target
+from penstock.microbatches.splitting import batch_size, split_target
 from penstock.torch_private import pytree
 
 Example: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -44,17 +44,15 @@ class ExampleBatch:
         args = tuple(example) if isinstance(example, list | tuple) else (example,)
         return cls(args, dict(kwargs or {}), target)
 
-    @property
-    def size(self) -> int:
-        """The number of samples."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        if not sizes:
+    def size(self, args_chunk_spec: Any, kwargs_chunk_spec: Any) -> int:
+        """Return the number of samples, along the dim in which the batch is cut."""
+        found = batch_size(self.args, self.kwargs, args_chunk_spec, kwargs_chunk_spec)
+        if found is None:
             raise MicrobatchError(
                 "example has no tensor that could be cut into microbatches. Expected a batch, as "
                 "step() will be given: parallelize(model, example=(tokens,), …)."
             )
-        return sizes[0]
+        return found
 
     def first_microbatch(
         self, num_microbatches: int, args_chunk_spec: Any, kwargs_chunk_spec: Any
@@ -69,9 +67,9 @@ class ExampleBatch:
         )
         if _shapes(args[0], kwargs[0]) != _shapes(args[-1], kwargs[-1]):
             raise MicrobatchError(
-                f"example is a batch of {self.size}, which cannot be cut into {num_microbatches} "
-                "equal microbatches. Expected a whole batch, as step() will be given, of a "
-                "multiple of num_microbatches."
+                f"example is a batch of {self.size(args_chunk_spec, kwargs_chunk_spec)}, which "
+                f"cannot be cut into {num_microbatches} equal microbatches. Expected a whole "
+                "batch, as step() will be given, of a multiple of num_microbatches."
             )
         target = None if self.target is None else split_target(self.target, num_microbatches)[0]
         return Microbatch(args[0], kwargs[0], target)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from torch import nn
 
 from penstock.cutting import Balanced, CutModel, LayerCost, SplitPoint, count_loss, cut, cut_any
-from penstock.errors import CostError, StageError
+from penstock.errors import StageError
 from penstock.ir import Placement
 from penstock.parallel.example_batch import Microbatch
 from penstock.runtime.step_settings import LossFn
@@ -72,6 +72,6 @@ def _cost_of_loss(
     args, kwargs = microbatch.args, microbatch.kwargs
     try:
         return count_loss(model, loss_fn, args, kwargs, target=microbatch.target)
-    except CostError as error:
-        LOGGER.info("the balanced cut does not count the loss: %s", error)
+    except Exception as error:  # It is the caller's own, and only a hint is lost.
+        LOGGER.warning("the balanced cut does not count the loss: %r", error)
         return None

@@ -1,10 +1,30 @@
 """This process among the others: its process group and its device."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # Before there is a group, which torch keeps in it otherwise.
+
+from penstock.comm import LocalGroup
+from penstock.stage import GroupOrMesh
+
+
+@contextmanager
+def joined_ranks(device: torch.device, group: GroupOrMesh) -> Iterator[bool]:
+    """Make the process group, unless there is one or ranks are threads; yield whether it was made.
+
+    If the block fails, the group that was made for it ends.
+    """
+    was_made = not isinstance(group, LocalGroup) and join_ranks(device)
+    try:
+        yield was_made
+    except BaseException:
+        if was_made:
+            dist.destroy_process_group()
+        raise
 
 
 def join_ranks(device: torch.device) -> bool:

@@ -1,7 +1,9 @@
 """A model that is spread over ranks, and behaves like a module with a step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.comm import LocalGroup
 from penstock.comm.pipelines_together import Peers
-from penstock.errors import PretrainedError, StageError, StepError
+from penstock.errors import GradientError, PretrainedError, StageError, StepError
 from penstock.ir import Rank, Schedule, StageId
-from penstock.parallel import training_state
 from penstock.parallel.given_inputs import GivenInputs
 from penstock.parallel.grad_scaler import GradScaler
+from penstock.parallel.ranks_together import RanksTogether
 from penstock.parallel.saved_folder import SavedModel, write_pretrained
 from penstock.parallel.stage_names import StageNames
-from penstock.parallel.training_state import Saving
+from penstock.parallel.training_state import Saving, TrainingState
 from penstock.runtime import Pipeline
 from penstock.runtime.step_settings import LossFn
 from penstock.sealed import Sealed
@@ -50,7 +51,9 @@ class ParallelModel(Sealed):
     ) -> None:
         self._pipeline = pipeline
         self._saved = saved
-        self._peers = peers
+        self._ranks = RanksTogether(pipeline, peers)
+        self._writers: dist.ProcessGroup | None = None
+        """The group for asynchronous saves, once there was one."""
         """The ranks that hold the same stages, or shards of them, in other pipelines."""
         self._names = names
         self._inputs = inputs
@@ -97,8 +100,7 @@ class ParallelModel(Sealed):
     @property
     def is_main(self) -> bool:
         """True on one rank among all, also with several replicas: the one to print and log on."""
-        is_thread = isinstance(self._first.group, LocalGroup)
-        return (self.rank if is_thread else dist.get_rank()) == 0
+        return self._ranks.is_first
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -213,6 +215,7 @@ class ParallelModel(Sealed):
                 "Give parallelize() a loss_fn, or call predict()."
             )
         if scaler is not None:
+            self._check_not_in_backward("be unscaled")
             grad_scale *= _scale_of(scaler)
         found: list[Any] = []
         args, kwargs = self._inputs.bind(args, kwargs)
@@ -280,6 +283,7 @@ class ParallelModel(Sealed):
 
         All ranks must call it, after a step; all get the same norm, to the last bit.
         """
+        self._check_not_in_backward("be clipped")
         return self._pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
 
     def recording(self) -> Recording:
@@ -300,23 +304,23 @@ class ParallelModel(Sealed):
 
         All ranks must call it. The folder is replaced once the new one is complete, and can be
         loaded by any number of ranks, with any schedule. With `asynchronous`, a copy is written
-        while training goes on; `wait()` of the result waits for the end.
+        while training goes on, unless ranks are threads; `wait()` of the result waits for the end.
         """
         self._finish_saving()
-        optimizers = self._optimizers_to_save(optimizer)
-        saving = training_state.save(
-            Path(folder), self._names, self._pipeline, optimizers, extra or {}, asynchronous
-        )
+        writers = self._make_writers() if asynchronous and not self._ranks.are_threads else None
+        saving = self._state(optimizer).save(_absolute(folder), extra or {}, writers)
         self._saving = saving if asynchronous else None
         return saving
 
     def load(
         self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None
     ) -> dict[str, Any]:
-        """Load what `save` wrote into this rank's stages and optimizer; return its `extra`."""
+        """Load what `save` wrote into the stages and optimizers of all ranks; return its `extra`.
+
+        All ranks must call it. If it fails, weights may have been loaded, but optimizers have not.
+        """
         self._finish_saving()
-        optimizers = self._optimizers_to_save(optimizer)
-        return training_state.load(Path(folder), self._names, self._pipeline, optimizers)
+        return self._state(optimizer).load(_absolute(folder))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the model to a folder that `from_pretrained` of transformers loads.
@@ -331,26 +335,22 @@ class ParallelModel(Sealed):
                 "this model is not one of transformers or PEFT, which say how a folder is written. "
                 "Save it with pipe.save(folder), or its parts of the state_dict() yourself."
             )
-        is_writer = all(dist.get_rank(group) == 0 for group in self._peers.groups)
-        stages = self.stages.items()
         write_pretrained(
             folder,
             self._saved,
-            {index: unwrapped(stage.submod).state_dict() for index, stage in stages},
-            gather=self._gather_from_all,
-            is_first=is_writer and self.rank == 0,
-            is_writer=is_writer,
+            {i: unwrapped(stage.submod).state_dict() for i, stage in self.stages.items()},
+            gather=self._ranks.gather,
+            is_first=self._ranks.is_first,
+            is_writer=self._ranks.is_writer,
         )
-
-    def _gather_from_all(self, value: Any, what: str) -> list[Any]:
-        """Return the values of all ranks of all pipelines that hold the same stages."""
-        found = self._pipeline.gather(value, what)
-        return [value for row in self._peers.gather(found, what) for value in row]
 
     def close(self) -> None:
         """End the connections to other ranks, and the process group if `parallelize` made it."""
         self._finish_saving()
         self._pipeline.close()
+        if self._writers is not None and dist.is_initialized():
+            dist.destroy_process_group(self._writers)
+            self._writers = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -369,17 +369,35 @@ class ParallelModel(Sealed):
     def _modules(self) -> list[nn.Module]:
         return [unwrapped(stage.submod) for stage in self.stages.values()]
 
-    def _optimizers_to_save(
-        self, optimizer: torch.optim.Optimizer | None
-    ) -> Sequence[torch.optim.Optimizer]:
-        if optimizer is None:
-            return self.optimizers
-        if self._optimizers:
+    def _state(self, optimizer: torch.optim.Optimizer | None) -> TrainingState:
+        """Return what is saved or loaded."""
+        if optimizer is not None and self._optimizers:
             raise StageError(
                 "an optimizer was given, but this model has its own, which step in the backward. "
-                "They are saved and loaded by themselves: leave it out."
+                "They are saved and loaded automatically: leave optimizer out."
             )
-        return [optimizer]
+        optimizers = self.optimizers if optimizer is None else (optimizer,)
+        return TrainingState(self._names, self._ranks, optimizers, self._pipeline.timeout_s)
+
+    def _make_writers(self) -> dist.ProcessGroup | None:
+        """Return a group of all ranks that write: it communicates while training does."""
+        processes = self._ranks.processes()
+        if self._writers is None and processes is not None:
+            self._writers = dist.new_group(
+                processes,
+                timeout=timedelta(seconds=self._pipeline.timeout_s),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        return self._writers
+
+    def _check_not_in_backward(self, what: str) -> None:
+        """Raise an error if optimizers have used the gradients before `what` can happen to them."""
+        if self._optimizers:
+            raise GradientError(
+                f"rank {self.rank}: the optimizers step in the backward, before gradients can "
+                f"{what}. Leave out optimizer_in_backward, and step an optimizer after the step."
+            )
 
     def _finish_saving(self) -> None:
         saving, self._saving = self._saving, None
@@ -405,6 +423,10 @@ class ParallelModel(Sealed):
         finally:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
+
+
+def _absolute(folder: str | Path) -> Path:
+    return Path(os.path.abspath(folder))  # Without a slash at its end, or dots.
 
 
 def _scale_of(scaler: Any) -> float:

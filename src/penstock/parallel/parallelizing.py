@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from penstock.microbatches.loss_weights import LossWeight
 from penstock.parallel.example_batch import Example, ExampleBatch
 from penstock.parallel.given_cut import Cut, cut_as_given
 from penstock.parallel.given_inputs import GivenInputs
-from penstock.parallel.joining import choose_device, join_ranks
+from penstock.parallel.joining import choose_device, joined_ranks
 from penstock.parallel.mesh_dims import MeshDims
 from penstock.parallel.parallel_model import ParallelModel
 from penstock.parallel.pretrained import Pretrained
@@ -97,61 +97,61 @@ def parallelize(
         True
     """
     batch = ExampleBatch.of(example, example_kwargs, example_target)
-    loss_fn = _own_loss if loss_fn == "model" else loss_fn
+    loss = _loss_of(loss_fn)
     saved = SavedModel.of(model)
     weights = model if isinstance(model, Pretrained) else None
     model = model.new_model() if isinstance(model, Pretrained) else model
     where = choose_device() if device is None else torch.device(device)
-    owns_group = not isinstance(group, LocalGroup) and join_ranks(where)
-    dims = MeshDims.of(mesh, group)
-    rank, num_ranks = dims.place
-    choice = choose_schedule(
-        schedule,
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        batch_size=batch.size,
-        stages_per_rank=stages_per_rank,
-    )
     specs = {"args_chunk_spec": args_chunk_spec, "kwargs_chunk_spec": kwargs_chunk_spec}
-    microbatch = batch.first_microbatch(choice.num_microbatches, **specs)
-    pieces = cut_as_given(model, cut, choice.placement, microbatch, loss_fn)
-    spreading = Spreading(dims, tp_plan or {}, fsdp_options or {})
-    spreading.check(names_of_modules(pieces.modules))
-    names = StageNames.of(pieces.modules)
-    inputs = GivenInputs.by_name(model) if pieces.repeats_inputs else GivenInputs()
-    held = choice.placement.stages_of(rank)
-    stages = [_build_stage(pieces, index, where, dims.pipeline, weights) for index in held]
-    if not isinstance(group, LocalGroup):  # Otherwise other ranks have the same model.
-        _free_others(model, stages)
-    del pieces, model
-    gc.collect()
-    for stage in stages:
-        spreading.apply(stage)
-    optimizers = make_optimizers(stages, optimizer_in_backward)
-    pipeline = Pipeline(
-        stages,
-        choice.schedule,
-        num_microbatches=choice.num_microbatches,
-        loss_fn=loss_fn,
-        output_merge_spec=output_merge_spec,
-        scale_grads=scale_grads,
-        loss_weight=loss_weight,
-        on_grads_ready=stepping(optimizers) if optimizers else None,
-        compile=compile,
-        timeout=timeout,
-        record=record,
-        **specs,
-    )
-    check_tied_values(pipeline)
-    return ParallelModel(
-        pipeline,
-        names=names,
-        inputs=inputs,
-        optimizers=optimizers,
-        owns_group=owns_group,
-        saved=saved,
-        peers=Peers.of(dims.peer_groups, where, timeout),
-    )
+    with joined_ranks(where, group) as owns_group:
+        dims = MeshDims.of(mesh, group)
+        rank, num_ranks = dims.place
+        choice = choose_schedule(
+            schedule,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            batch_size=batch.size(**specs),
+            stages_per_rank=stages_per_rank,
+        )
+        microbatch = batch.first_microbatch(choice.num_microbatches, **specs)
+        pieces = cut_as_given(model, cut, choice.placement, microbatch, loss)
+        spreading = Spreading(dims, tp_plan or {}, fsdp_options or {})
+        spreading.check(names_of_modules(pieces.modules))
+        names = StageNames.of(pieces.modules)
+        inputs = GivenInputs.by_name(model) if pieces.repeats_inputs else GivenInputs()
+        held = choice.placement.stages_of(rank)
+        stages = [_build_stage(pieces, index, where, dims.pipeline, weights) for index in held]
+        if not isinstance(group, LocalGroup):  # Otherwise other ranks have the same model.
+            _free_others(model, stages)
+        del pieces, model
+        gc.collect()
+        for stage in stages:
+            spreading.apply(stage)
+        optimizers = make_optimizers(stages, optimizer_in_backward)
+        pipeline = Pipeline(
+            stages,
+            choice.schedule,
+            num_microbatches=choice.num_microbatches,
+            loss_fn=loss,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            loss_weight=loss_weight,
+            on_grads_ready=stepping(optimizers) if optimizers else None,
+            compile=compile,
+            timeout=timeout,
+            record=record,
+            **specs,
+        )
+        check_tied_values(pipeline)
+        return ParallelModel(
+            pipeline,
+            names=names,
+            inputs=inputs,
+            optimizers=optimizers,
+            owns_group=owns_group,
+            saved=saved,
+            peers=Peers.of(dims.peer_groups, where, timeout),
+        )
 
 
 def _build_stage(
@@ -182,6 +182,18 @@ def _free_others(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer not in held:
                 setattr(module, name, torch.empty_like(buffer, device="meta"))
+
+
+def _loss_of(loss_fn: Any) -> LossFn | None:
+    """Return the function that a pipeline computes losses with."""
+    if isinstance(loss_fn, str) and loss_fn == "model":
+        return _own_loss
+    if loss_fn is not None and not callable(loss_fn):
+        raise StageError(
+            f"loss_fn is {loss_fn!r}. Expected a function of the output and the target, 'model' "
+            "for a model that returns its own loss, or None."
+        )
+    return cast(LossFn | None, loss_fn)
 
 
 def _own_loss(output: Any, target: Any) -> Any:

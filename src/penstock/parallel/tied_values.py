@@ -12,6 +12,8 @@ from penstock.torch_private import is_dtensor
 
 _AT_ONCE = 2**18
 """The number of values that are converted at a time."""
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""The dtypes in which bits are read, by the bytes of an element."""
 
 
 def check_tied_values(pipeline: Pipeline) -> None:
@@ -40,16 +42,18 @@ def check_tied_values(pipeline: Pipeline) -> None:
 
 @torch.no_grad()
 def _digest(parameter: Any) -> str:
-    """Return a short text that differs for different values, with near certainty."""
+    """Return a short text that differs for different values, with near certainty.
+
+    Bits are added up as whole numbers, modulo 2^64: so the order does not matter, which depends on
+    threads and devices.
+    """
     local: Tensor = waited(parameter.to_local()) if is_dtensor(parameter) else parameter
     if local.is_meta or not local.numel():
         return "empty"
-    total = weighted = 0.0
-    for number, part in enumerate(torch.split(local.detach().flatten(), _AT_ONCE)):
-        # In parts: an embedding in 64 bits could take more memory than all else of a rank.
-        wide = part.double()
-        first = number * _AT_ONCE + 1
-        places = torch.arange(first, first + len(wide), dtype=wide.dtype, device=wide.device)
-        total += wide.sum().item()
-        weighted += (wide * places).sum().item()
-    return f"{total!r} {weighted!r}"
+    bits = local.detach().contiguous().flatten().view(_WHOLE_NUMBERS[local.element_size()])
+    total = weighed = torch.zeros((), dtype=torch.int64, device=local.device)
+    for start in range(0, len(bits), _AT_ONCE):  # The whole in 64 bits would take too much memory.
+        part = bits[start : start + _AT_ONCE].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + len(part), device=local.device)
+        total, weighed = total + part.sum(), weighed + (part * places).sum()
+    return f"{total.item()} {weighed.item()}"

@@ -1,4 +1,4 @@
-"""The way of a step's loss, from the rank of the last stage to all others.
+"""Pass the loss of a step from the rank of the last stage to all others.
 
     linear, loop    0 ◀── 1 ◀── 2 ◀── 3        a V    0 ──▶ 1 ──▶ 2 ──▶ 3
 
@@ -29,9 +29,7 @@ class LossLine:
         here = comm.rank
         neighbours = [rank for rank in (here - 1, here + 1) if 0 <= rank < comm.num_ranks]
         comm.open(both_ways((here, rank) for rank in neighbours))
-        for transfer, _ in self._sent:
-            transfer.wait(lambda: f"the next rank to take {_WHAT}")
-        self._sent.clear()
+        self.finish()
         if here != source:
             before = min(neighbours, key=lambda rank: abs(rank - source))
             comm.recv(loss, before).wait(lambda: f"{_WHAT} from rank {before}")
@@ -39,3 +37,9 @@ class LossLine:
             if abs(after - source) > abs(here - source):
                 self._sent.append((comm.send(loss, after), loss))
         return loss[0].clone()  # The caller may change it while it is sent.
+
+    def finish(self) -> None:
+        """Wait until the next ranks have taken what was sent to them."""
+        sent, self._sent = self._sent, []
+        for transfer, _ in sent:
+            transfer.wait(lambda: f"the next rank to take {_WHAT}")

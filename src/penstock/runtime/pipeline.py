@@ -161,6 +161,11 @@ class Pipeline(Sealed):
         return MappingProxyType(self._stages)
 
     @property
+    def timeout_s(self) -> float:
+        """The seconds that no wait for another rank lasts longer than."""
+        return self._timeout_s
+
+    @property
     def loss_fn(self) -> LossFn | None:
         """The function that computes a microbatch's loss from its outputs and its target."""
         return self._settings.loss_fn
@@ -174,7 +179,7 @@ class Pipeline(Sealed):
                 "agreed whether there is a backward: set another loss_fn, call eval() for steps "
                 "without a backward, or make a new pipeline."
             )
-        self._settings = replace(self._settings, loss_fn=loss_fn)
+        self._settings = check_settings(replace(self._settings, loss_fn=loss_fn))
 
     @property
     def scale_grads(self) -> bool:
@@ -283,6 +288,8 @@ class Pipeline(Sealed):
         over the batch. By default `loss_weight` decides, or else the size of the microbatch.
         """
         self._join_run()
+        if not self._settings.is_final:
+            self._settings = replace(self._settings, is_final=True, reduces_grads=True)
         with self._connection.failing_together() as comm:
             if weights is not None:
                 check_takes_weights("weights", self._settings)
@@ -333,7 +340,8 @@ class Pipeline(Sealed):
         with self._connection.failing_together() as comm:
             loss = torch.zeros(1, dtype=torch.float64, device=self._first.device)
             if self._holds_last:
-                loss += torch.stack([each.detach().reshape(()) for each in losses]).mean()
+                found = [each.detach().reshape(()).double() for each in losses]
+                loss += torch.stack(found).mean()
                 for replicas in self._replicas if over_replicas else ():
                     average_over_replicas_(loss, replicas, self._timeout_s)
             return self._loss_line.pass_on(comm, self.schedule.placement.ranks[-1], loss)
@@ -371,6 +379,7 @@ class Pipeline(Sealed):
 
     def close(self) -> None:
         """End the connections to other ranks now; otherwise they end with the last reference."""
+        self._loss_line.finish()
         self._connection.close()
 
     def register_custom_function(self, kind: type[Action], function: CustomFunction) -> None:

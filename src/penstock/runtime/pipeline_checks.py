@@ -97,6 +97,11 @@ def check_settings(settings: Settings) -> Settings:
     """Return the settings; raise an error if one is wrong or would be ignored."""
     if not isinstance(settings.scale_grads, bool):
         raise StageError(f"scale_grads is {settings.scale_grads!r}. Expected True or False.")
+    if settings.loss_fn is not None and not callable(settings.loss_fn):
+        raise StageError(
+            f"loss_fn is {settings.loss_fn!r}. Expected a function of a microbatch's output and "
+            "its target, or None."
+        )
     if settings.loss_weight is None:
         return settings
     if not callable(settings.loss_weight):

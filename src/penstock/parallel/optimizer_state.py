@@ -1,0 +1,168 @@
+"""The state and the settings of an optimizer, under the names of the model's parameters."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from penstock.errors import CheckpointError
+from penstock.torch_private import is_dtensor
+
+
+class OptimizerState:
+    """The state of one optimizer of this rank; `named` has the names of this rank's parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[nn.Parameter, str]) -> None:
+        self._optimizer = optimizer
+        self._named = named
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the state; raise an error for what cannot be saved."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._name_of(parameter)
+                for kind, value in self._optimizer.state.get(parameter, {}).items():
+                    yield _key(name, kind), _checked(name, parameter, kind, value)
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return the settings of each parameter's group, by the parameter's name."""
+        found: dict[str, dict[str, Any]] = {}
+        for group in self._optimizer.param_groups:
+            settings = {
+                key: value.item() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            }
+            found |= {self._name_of(parameter): settings for parameter in group["params"]}
+        return found
+
+    def prepare(
+        self, path: Path, stored: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+    ) -> "LoadedState":
+        """Return tensors to load the state into; the optimizer does not change before `use`."""
+        settings = {name: group["settings"] for group in groups for name in group["names"]}
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for group in self._optimizer.param_groups:
+            is_on_device = bool(group.get("fused") or group.get("capturable"))
+            for parameter in group["params"]:
+                name = self._name_of(parameter)
+                if name not in settings:
+                    raise CheckpointError(
+                        f"{path} has no state of an optimizer for {name!r}. Expected one that was "
+                        "saved with its optimizer: load it without, to load weights alone."
+                    )
+                states[parameter] = _empty_state(stored, name, parameter, is_on_device)
+        of_groups = [self._settings_of(path, group, settings) for group in self._groups]
+        return LoadedState(self._optimizer, self._named, states, of_groups)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def _settings_of(
+        self, path: Path, group: dict[str, Any], settings: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the settings that all parameters of a group were saved with."""
+        saved = [settings[self._name_of(parameter)] for parameter in group["params"]]
+        if any(each != saved[0] for each in saved):
+            raise CheckpointError(
+                f"{path} has different settings for parameters that are in one group of the "
+                "optimizer now. Make the same groups as when it was saved."
+            )
+        return dict(saved[0]) if saved else {}
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        if parameter not in self._named:
+            raise CheckpointError(
+                "the optimizer has a parameter that is not one of this rank's stages. Make it with "
+                "pipe.parameters(), after parallelize()."
+            )
+        return self._named[parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """The state of an optimizer while it is loaded."""
+
+    optimizer: torch.optim.Optimizer
+    named: Mapping[nn.Parameter, str]
+    states: Mapping[nn.Parameter, dict[str, Tensor]]
+    settings: Sequence[Mapping[str, Any]]
+    """Those of each group."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors to load, by their keys; of copies with one name, the first's."""
+        found: dict[str, Tensor] = {}
+        for parameter, state in self.states.items():
+            for kind, value in state.items():
+                found.setdefault(_key(self.named[parameter], kind), value)
+        return found
+
+    def use(self) -> None:
+        """Give the optimizer what was loaded."""
+        loaded = self.tensors()
+        for parameter, state in self.states.items():
+            for kind, value in state.items():
+                source = loaded[_key(self.named[parameter], kind)]
+                if source is not value:
+                    value.copy_(source)
+            self.optimizer.state[parameter] = state
+        for group, settings in zip(self.optimizer.param_groups, self.settings, strict=True):
+            for key, value in settings.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def join_settings(ranks: Sequence[Mapping[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the groups of all ranks: each with its settings, and the names of its parameters."""
+    joined: dict[str, dict[str, Any]] = {}
+    for rank in ranks:
+        for name, settings in rank.items():
+            key = json.dumps(settings, sort_keys=True, default=repr)
+            group = joined.setdefault(key, {"settings": settings, "names": {}})
+            group["names"][name] = None
+    return [{**group, "names": list(group["names"])} for group in joined.values()]
+
+
+def _key(name: str, kind: str) -> str:
+    return f"optimizer.state.{name}.{kind}"
+
+
+def _checked(name: str, parameter: nn.Parameter, kind: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise CheckpointError(
+            f"the optimizer keeps {kind!r} of {name!r} as a {type(value).__name__}. Expected "
+            "tensors, as torch's optimizers keep their state."
+        )
+    if is_dtensor(parameter) and value.numel() > 1 and not is_dtensor(value):
+        raise CheckpointError(
+            f"{name!r} is spread over ranks, but the optimizer keeps {kind!r} of it as a plain "
+            "tensor, which may differ between them. Expected a DTensor: use an optimizer whose "
+            "state has the shape of the parameter, such as AdamW."
+        )
+    return value
+
+
+def _empty_state(
+    stored: Mapping[str, Any], name: str, parameter: nn.Parameter, is_on_device: bool
+) -> dict[str, Tensor]:
+    """Return tensors for the state of one parameter, with the shapes that were saved."""
+    prefix, state = _key(name, ""), {}
+    device = parameter.device if is_on_device else torch.device("cpu")
+    for key, kept in stored.items():
+        kind = key.removeprefix(prefix)
+        # Names may contain dots, so one may begin like another; kinds do not.
+        if key.startswith(prefix) and "." not in kind and isinstance(kept, TensorStorageMetadata):
+            dtype = kept.properties.dtype
+            if kept.size == parameter.shape and parameter.dim() > 0:
+                state[kind] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                state[kind] = torch.zeros(kept.size, dtype=dtype, device=device)
+    return state
