@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import penstock
 from launcher import FOR_RANKS, launch, launch_by_torchrun
 from limits import PROCESS_S
-from penstock.errors import GradientError, StageError
+from penstock.errors import CheckpointError, GradientError, StageError
 from spread_models import NUM_MICROBATCHES, loss_of, make_batch, make_decoder, whole_step
 from worker_pool import WorkerPool
 
@@ -172,6 +172,54 @@ def test_replicas_reduce_gradients_only_when_they_are_final(fresh_pool: WorkerPo
     assert [[False, True]] * 4 == found
 
 
+def drop_open(_: dist.ProcessGroup) -> list[float]:
+    """The sums of gradients after a step, and after one whose open gradients were dropped."""
+    pipe = spread({"pp": 2, "fsdp": 2})
+    tokens, target = make_batch()
+    sums = []
+    for is_open in (False, True):
+        pipe.zero_grad()
+        if is_open:
+            pipe.step(tokens, target=target, finalize=False)
+            pipe.zero_grad()
+        pipe.step(tokens, target=target)
+        sums.append(sum(w.grad.to_local().abs().sum().item() for w in pipe.parameters()))
+    state = {name: value + 1 for name, value in make_decoder().state_dict().items()}
+    pipe.load_state_dict(state)  # A whole model's, of which each rank takes its shards.
+    for name, value in pipe.state_dict().items():
+        assert torch.equal(state[name], value.full_tensor())
+    return sums
+
+
+def test_open_gradients_of_shards_can_be_dropped(fresh_pool: WorkerPool) -> None:
+    for alone, after in fresh_pool.run(4, drop_open):
+        assert alone == after
+
+
+def freeze(_: dist.ProcessGroup) -> float:
+    """All replicas have the mean loss, also of stages that nothing is trained in."""
+    sizes = {"pp": 2, "dp": 2}
+    pipe = spread(sizes)
+    tokens, target = batch_of(1, *place_of(sizes))
+    next(pipe.parameters()).requires_grad_(False)
+    with pytest.raises(StageError, match="requires_grad of a parameter has changed since its"):
+        pipe.step(tokens, target=target)
+    next(pipe.parameters()).requires_grad_(True)
+    model = make_decoder()
+    model.requires_grad_(False)
+    frozen = penstock.parallelize(
+        model, (tokens,), loss_fn=loss_of, num_microbatches=4, mesh=make_mesh(**sizes)
+    )
+    return frozen.evaluate(tokens, target=target).item()
+
+
+def test_frozen_stages_of_replicas(fresh_pool: WorkerPool) -> None:
+    model = make_decoder()
+    with torch.no_grad():
+        expected = sum(loss_of(model(x), y).item() for x, y in (batch_of(1, r, 2) for r in (0, 1)))
+    assert [expected / 2] * 4 == pytest.approx(fresh_pool.run(4, freeze), rel=1e-12)
+
+
 def save_in_a_part(group: dist.ProcessGroup, folder: str) -> tuple[bool, dict[str, Any]]:
     """A pipeline of some of the processes, which rank 0 of all is not in."""
     own = dist.new_group([1, 2])
@@ -184,7 +232,9 @@ def save_in_a_part(group: dist.ProcessGroup, folder: str) -> tuple[bool, dict[st
     optimizer = torch.optim.AdamW(pipe.parameters())
     pipe.step(tokens, target=target)
     optimizer.step()
-    pipe.save(folder, optimizer, extra={"step": 1}, asynchronous=True)
+    with pytest.raises(CheckpointError, match="but this model has only some of the processes"):
+        pipe.save(folder, optimizer, asynchronous=True)
+    pipe.save(folder, optimizer, extra={"step": 1})
     return pipe.is_main, pipe.load(folder, optimizer)
 
 

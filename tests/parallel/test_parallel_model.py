@@ -331,8 +331,34 @@ class TestGradScaler:
             scaler.unscale_()
             with pytest.raises(GradientError, match=r"unscale_\(\) was already called"):
                 scaler.unscale_()
-            with pytest.raises(StageError, match=r"scaler is a GradScaler\. Expected a penstock"):
+            with pytest.raises(StageError, match=r"scaler is a GradScaler\. Expected penstock"):
                 pipe.step(tokens, target=target, scaler=torch.amp.GradScaler("cpu"))
+
+        on_cut_ranks(1, run, make_decoder())
+
+    def test_scaler_of_another_model_is_refused(self) -> None:
+        tokens, target = make_batch()
+        scalers: list[penstock.GradScaler] = []
+
+        def run(pipe: Pipe) -> None:
+            scalers.append(penstock.GradScaler(pipe))
+            with pytest.raises(StageError, match="scaler is the GradScaler of another model"):
+                pipe.step(tokens, target=target, scaler=scalers[0])
+
+        on_cut_ranks(1, lambda pipe: scalers.append(penstock.GradScaler(pipe)), make_decoder())
+        on_cut_ranks(1, run, make_decoder())
+
+    def test_open_gradients_are_not_unscaled(self) -> None:
+        tokens, target = make_batch()
+
+        def run(pipe: Pipe) -> None:
+            scaler = penstock.GradScaler(pipe)
+            pipe.step(tokens, target=target, scaler=scaler, finalize=False)
+            before = [weight.grad.clone() for weight in pipe.parameters()]
+            with pytest.raises(GradientError, match="the last step had finalize=False"):
+                scaler.unscale_()
+            after = [weight.grad for weight in pipe.parameters()]
+            assert all(map(torch.equal, before, after))
 
         on_cut_ranks(1, run, make_decoder())
 

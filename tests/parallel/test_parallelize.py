@@ -1,6 +1,7 @@
 """One call spreads a model over ranks, and it trains as the whole model does."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -192,6 +193,33 @@ def test_model_without_a_loss_of_its_own_is_refused() -> None:
         penstock.local_ranks(2, main)
 
 
+def test_outputs_in_an_object_are_not_those_of_one_microbatch() -> None:
+    @dataclass
+    class Result:
+        value: Tensor
+
+    class Returning(nn.Linear):
+        def forward(self, x: Tensor) -> Result:
+            return Result(super().forward(x))
+
+    x = torch.randn(8, 4)
+
+    def main(group: penstock.LocalGroup) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), Returning(4, 4))
+        pipe = penstock.parallelize(
+            model,
+            x,
+            num_microbatches=4,
+            schedule="1F1B",
+            cut=penstock.cut_between_modules(model, 1),
+            group=group,
+        )
+        pipe.predict(x)
+
+    with pytest.raises(MicrobatchError, match="the model returns a Result, which holds tensors"):
+        penstock.local_ranks(1, main)
+
+
 def test_model_that_cannot_be_traced_is_cut_between_its_modules() -> None:
     class Odd(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -282,6 +310,26 @@ def test_tied_copies_that_differ_are_refused() -> None:
 
     with pytest.raises(AgreementError, match=r"'embedding.weight' has other values as .*rank 1"):
         penstock.local_ranks(2, main)
+
+
+def test_model_that_was_traced_in_eval_mode_cannot_be_trained_later() -> None:
+    def run(pipe: penstock.ParallelModel) -> bool:
+        with pytest.raises(StageError, match="the model was traced in evaluation mode"):
+            pipe.train()
+        return pipe.training
+
+    assert [False] == on_ranks(1, run, make_decoder(dropout=0.5).eval())
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_half_of_what_a_launcher_sets_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(StageError, match=f"only {name} is set, so it is not known which"):
+        penstock.parallelize(make_decoder(), make_batch()[0], loss_fn=loss_of)
 
 
 def test_representation_shows_the_part_of_the_rank() -> None:

@@ -37,10 +37,14 @@ def train(pipe: Pipe, optimizer: torch.optim.Optimizer, steps: range) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
+@pytest.mark.parametrize(
+    ("before", "after", "schedules"),
+    [(2, 4, ("ZB-V", "1F1B")), (4, 1, ("ZB-V", "1F1B")), (4, 2, ("1F1B", "ZB-V"))],
+)
 def test_training_goes_on_with_other_ranks(
-    before: int, after: int, kind: Any, tmp_path: Path
+    before: int, after: int, schedules: tuple[str, str], kind: Any, tmp_path: Path
 ) -> None:
+    """In a V, a rank has two copies of the tied weight, under its two names."""
     options = {"lr": 0.01} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
 
     def begin(pipe: Pipe) -> None:
@@ -58,8 +62,8 @@ def test_training_goes_on_with_other_ranks(
         return extra, pipe.state_dict()
 
     model = make_decoder()
-    on_cut_ranks(before, begin, model)
-    found = on_cut_ranks(after, go_on, model, schedule="1F1B")
+    on_cut_ranks(before, begin, model, schedule=schedules[0])
+    found = on_cut_ranks(after, go_on, model, schedule=schedules[1])
     optimizer = kind(groups(model.named_parameters()), **options)
     for step in range(4):
         if step == 2:
@@ -164,6 +168,49 @@ def test_old_folder_stays_if_the_new_one_cannot_be_completed(
     assert [0, 1] == sorted(failed)
     extra = on_cut_ranks(2, lambda pipe: pipe.load(tmp_path / "state"), make_decoder())
     assert [{"step": 1}] * 2 == extra
+
+
+def test_folder_with_other_files_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saving to "." once removed all that was there."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path / "work")
+
+    def save(pipe: Pipe) -> None:
+        for name in (".", "", "..", tmp_path):
+            with pytest.raises(CheckpointError, match="is, or has, the current folder"):
+                pipe.save(name)
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(CheckpointError, match="work has other files, which would be lost"):
+            pipe.save("work/")
+
+    on_cut_ranks(1, save, make_decoder())
+    assert (tmp_path / "work" / "train.py").exists()
+
+
+def test_state_of_any_scheduler_is_kept(tmp_path: Path) -> None:
+    """Keys that are numbers became texts, so MultiStepLR stopped at its rate."""
+
+    def run(pipe: Pipe) -> list[float]:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.1)
+        optimizer.step()
+        scheduler.step()
+        pipe.save(tmp_path / "state", optimizer, extra={"scheduler": scheduler.state_dict()})
+        other = torch.optim.SGD(pipe.parameters(), lr=1.0)
+        again = torch.optim.lr_scheduler.MultiStepLR(other, [2, 4], gamma=0.1)
+        again.load_state_dict(pipe.load(tmp_path / "state", other)["scheduler"])
+        rates = []
+        for _ in range(4):
+            other.step()
+            again.step()
+            rates.append(again.get_last_lr()[0])
+        return rates
+
+    [rates] = on_cut_ranks(1, run, make_decoder())
+    assert [0.1, 0.1, 0.01, 0.01] == pytest.approx(rates)
 
 
 def test_save_that_was_killed_between_two_renames_is_undone(tmp_path: Path) -> None:

@@ -184,6 +184,11 @@ class Sharding:
                 group.drop_grads()
             self._restore = []
 
+    def drop_grads(self) -> None:
+        """Drop gradients that were not reduced yet, between steps."""
+        for group in self._groups:
+            group.drop_grads()
+
     def _put_settings_back(self) -> None:
         if self._restore:
             for state, ending in zip(self._states, self._endings, strict=True):

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from penstock.errors import MicrobatchError
 from penstock.microbatches.chunk_specs import Reducer, Spec, TensorChunkSpec, find_specs
+from penstock.microbatches.hidden_tensors import holds_batch
 from penstock.microbatches.masks import is_one_leaf
 from penstock.microbatches.nested_values import in_words, is_leaf, leaf_names, require
 from penstock.torch_private import pytree
@@ -35,6 +36,18 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
         specs = list(find_specs(chunk_spec, chunks[0], "chunks[0]", "chunk_spec"))
     columns = zip(*(_flatten_like(tree, chunks, mb) for mb in range(len(chunks))), strict=True)
     return pytree.tree_unflatten(map(_merge_leaf, columns, specs, names), tree)
+
+
+def check_was_joined(merged: Any, num_microbatches: int) -> None:
+    """Raise an error if a joined value holds a batch of microbatch 0 alone, in an object."""
+    for leaf in pytree.tree_leaves(merged, is_one_leaf):
+        if num_microbatches > 1 and not isinstance(leaf, Tensor) and holds_batch(leaf, ()):
+            raise MicrobatchError(
+                f"the outputs of microbatches cannot be joined: the model returns a "
+                f"{type(leaf).__name__}, which holds tensors but cannot be taken apart. Expected "
+                "tensors, or tuples, lists or dicts of them. Let the model return these, register "
+                "the class with torch's pytree, or leave out the outputs."
+            )
 
 
 def _flatten_like(tree: pytree.TreeSpec, chunks: Sequence[Any], mb: int) -> list[Any]:

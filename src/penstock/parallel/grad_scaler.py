@@ -43,6 +43,10 @@ class GradScaler:
         self._is_finite: bool | None = None
         """Whether all gradients of this step are finite; None until they are unscaled."""
 
+    def is_of(self, pipe: "ParallelModel") -> bool:
+        """Return whether this is the scaler of a model."""
+        return self._pipe is pipe
+
     def get_scale(self) -> float:
         """Return the factor of the gradients."""
         return self._scale
@@ -55,12 +59,12 @@ class GradScaler:
                 f"rank {self._pipe.rank}: unscale_() was already called since the last update(). "
                 "Expected one call in each step, before clipping."
             )
+        # The largest of all gradients is finite exactly if each of them is.
+        largest = self._pipe.clip_grad_norm_(math.inf, norm_type=math.inf)
         factor = 1 / self._scale
         for parameter in self._pipe.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        # The largest of all gradients is finite exactly if each of them is.
-        largest = self._pipe.clip_grad_norm_(math.inf, norm_type=math.inf)
         self._is_finite = bool(largest.isfinite())
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # Before there is a group, which torch keeps in it otherwise.
 
 from penstock.comm import LocalGroup
+from penstock.errors import StageError
 from penstock.stage import GroupOrMesh
 
 
@@ -35,8 +36,16 @@ def join_ranks(device: torch.device) -> bool:
     """
     if dist.is_initialized():
         return False
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if len(given) == 1:
+        raise StageError(
+            f"of the variables RANK and WORLD_SIZE, only {given[0]} is set, so it is not known "
+            "which processes there are. Start the script with torchrun, call "
+            "torch.distributed.init_process_group() yourself, or set neither to train on this "
+            "process alone."
+        )
     backend = "gloo" if device.type == "cpu" else None
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if given:
         dist.init_process_group(backend)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # It is in torch's docs.

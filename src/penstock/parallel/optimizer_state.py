@@ -15,11 +15,17 @@ from penstock.torch_private import is_dtensor
 
 
 class OptimizerState:
-    """The state of one optimizer of this rank; `named` has the names of this rank's parameters."""
+    """The state of one optimizer of this rank.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[nn.Parameter, str]) -> None:
+    `names` has all names of each parameter of this rank. State is saved under the first, and
+    loaded by the first that a folder has: another cut may have saved a tied one by another.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, Sequence[str]]
+    ) -> None:
         self._optimizer = optimizer
-        self._named = named
+        self._names = names
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the state; raise an error for what cannot be saved."""
@@ -47,28 +53,27 @@ class OptimizerState:
         """Return tensors to load the state into; the optimizer does not change before `use`."""
         settings = {name: group["settings"] for group in groups for name in group["names"]}
         states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        named: dict[nn.Parameter, str] = {}
         for group in self._optimizer.param_groups:
             is_on_device = bool(group.get("fused") or group.get("capturable"))
             for parameter in group["params"]:
-                name = self._name_of(parameter)
+                own = self._name_of(parameter)
+                name = next((n for n in self._names[parameter] if n in settings), own)
                 if name not in settings:
                     raise CheckpointError(
                         f"{path} has no state of an optimizer for {name!r}. Expected one that was "
                         "saved with its optimizer: load it without, to load weights alone."
                     )
+                named[parameter] = name
                 states[parameter] = _empty_state(stored, name, parameter, is_on_device)
-        of_groups = [self._settings_of(path, group, settings) for group in self._groups]
-        return LoadedState(self._optimizer, self._named, states, of_groups)
+        of_groups = [
+            self._settings_of(path, [settings[named[each]] for each in group["params"]])
+            for group in self._optimizer.param_groups
+        ]
+        return LoadedState(self._optimizer, named, states, of_groups)
 
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-    def _settings_of(
-        self, path: Path, group: dict[str, Any], settings: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _settings_of(self, path: Path, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the settings that all parameters of a group were saved with."""
-        saved = [settings[self._name_of(parameter)] for parameter in group["params"]]
         if any(each != saved[0] for each in saved):
             raise CheckpointError(
                 f"{path} has different settings for parameters that are in one group of the "
@@ -77,12 +82,12 @@ class OptimizerState:
         return dict(saved[0]) if saved else {}
 
     def _name_of(self, parameter: nn.Parameter) -> str:
-        if parameter not in self._named:
+        if parameter not in self._names:
             raise CheckpointError(
                 "the optimizer has a parameter that is not one of this rank's stages. Make it with "
                 "pipe.parameters(), after parallelize()."
             )
-        return self._named[parameter]
+        return self._names[parameter][0]
 
 
 @dataclass(frozen=True, slots=True)

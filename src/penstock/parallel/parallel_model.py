@@ -10,10 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.comm.pipelines_together import Peers
-from penstock.errors import GradientError, PretrainedError, StageError, StepError
+from penstock.errors import (
+    CheckpointError,
+    GradientError,
+    PretrainedError,
+    StageError,
+    StepError,
+)
 from penstock.ir import Rank, Schedule, StageId
+from penstock.microbatches.merging import check_was_joined
 from penstock.parallel.given_inputs import GivenInputs
 from penstock.parallel.grad_scaler import GradScaler
 from penstock.parallel.ranks_together import RanksTogether
@@ -46,12 +54,20 @@ class ParallelModel(Sealed):
         inputs: GivenInputs,
         optimizers: Mapping[StageId, torch.optim.Optimizer],
         owns_group: bool,
+        stays_in_eval: bool,
         saved: SavedModel | None,
         peers: Peers,
     ) -> None:
         self._pipeline = pipeline
         self._saved = saved
+        self._stays_in_eval = stays_in_eval
         self._ranks = RanksTogether(pipeline, peers)
+        self._replicated = {
+            parameter: parameter.requires_grad
+            for stage in self.stages.values()
+            if isinstance(stage.submod, DistributedDataParallel)
+            for parameter in stage.submod.parameters()
+        }
         self._writers: dist.ProcessGroup | None = None
         """The group for asynchronous saves, once there was one."""
         """The ranks that hold the same stages, or shards of them, in other pipelines."""
@@ -150,6 +166,11 @@ class ParallelModel(Sealed):
 
     def train(self, mode: bool = True) -> "ParallelModel":
         """Put this rank's stages into training mode, or into evaluation mode."""
+        if mode and self._stays_in_eval:
+            raise StageError(
+                f"rank {self.rank}: the model was traced in evaluation mode, so dropout and norms "
+                "stay in it. Call model.train() before parallelize()."
+            )
         for stage in self.stages.values():
             stage.submod.train(mode)
         return self
@@ -165,9 +186,14 @@ class ParallelModel(Sealed):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this rank's parameters, or set them to zero."""
+        """Drop the gradients of this rank's parameters, or set them to zero.
+
+        Those that steps with `finalize=False` have left unreduced are dropped too, which
+        `optimizer.zero_grad()` does not do for sharded parameters.
+        """
         for stage in self.stages.values():
             stage.submod.zero_grad(set_to_none)
+            stage.drop_unreduced_grads()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the model's state dict.
@@ -216,7 +242,8 @@ class ParallelModel(Sealed):
             )
         if scaler is not None:
             self._check_not_in_backward("be unscaled")
-            grad_scale *= _scale_of(scaler)
+            grad_scale *= self._scale_of(scaler)
+        self._check_trained_alike()
         found: list[Any] = []
         args, kwargs = self._inputs.bind(args, kwargs)
         outputs = self._pipeline.step(
@@ -270,7 +297,9 @@ class ParallelModel(Sealed):
         """
         args, kwargs = self._inputs.bind(args, kwargs)
         with self._evaluating():
-            return self._pipeline.eval(*args, **kwargs)
+            outputs = self._pipeline.eval(*args, **kwargs)
+        check_was_joined(outputs, self.num_microbatches)
+        return outputs
 
     def clip_grad_norm_(
         self,
@@ -379,16 +408,16 @@ class ParallelModel(Sealed):
         optimizers = self.optimizers if optimizer is None else (optimizer,)
         return TrainingState(self._names, self._ranks, optimizers, self._pipeline.timeout_s)
 
-    def _make_writers(self) -> dist.ProcessGroup | None:
+    def _make_writers(self) -> dist.ProcessGroup:
         """Return a group of all ranks that write: it communicates while training does."""
-        processes = self._ranks.processes()
-        if self._writers is None and processes is not None:
-            self._writers = dist.new_group(
-                processes,
-                timeout=timedelta(seconds=self._pipeline.timeout_s),
-                backend="gloo",
-                use_local_synchronization=True,
+        if self._ranks.processes() != list(range(dist.get_world_size())):
+            raise CheckpointError(
+                f"rank {self.rank}: asynchronous is True, but this model has only some of the "
+                "processes, and torch makes a group for it on all or none. Leave asynchronous out."
             )
+        if self._writers is None:
+            timeout = timedelta(seconds=self._pipeline.timeout_s)
+            self._writers = dist.new_group(timeout=timeout, backend="gloo")
         return self._writers
 
     def _check_not_in_backward(self, what: str) -> None:
@@ -398,6 +427,24 @@ class ParallelModel(Sealed):
                 f"rank {self.rank}: the optimizers step in the backward, before gradients can "
                 f"{what}. Leave out optimizer_in_backward, and step an optimizer after the step."
             )
+
+    def _scale_of(self, scaler: Any) -> float:
+        if not isinstance(scaler, GradScaler) or not scaler.is_of(self):
+            raise StageError(
+                f"scaler is {_in_words(scaler)}. Expected penstock.GradScaler(pipe): torch's "
+                "decides for each rank alone whether to skip a step."
+            )
+        return scaler.get_scale()
+
+    def _check_trained_alike(self) -> None:
+        """Raise an error if parameters were frozen or freed after replicas agreed on them."""
+        for parameter, is_trained in self._replicated.items():
+            if parameter.requires_grad is not is_trained:
+                raise StageError(
+                    f"rank {self.rank}: requires_grad of a parameter has changed since its stage "
+                    "was wrapped in DistributedDataParallel, which would not reduce gradients any "
+                    "more. Set it before parallelize(), or use a mesh dimension 'fsdp'."
+                )
 
     def _finish_saving(self) -> None:
         saving, self._saving = self._saving, None
@@ -410,7 +457,10 @@ class ParallelModel(Sealed):
         if losses is not None:
             losses[:] = found
         loss = self._pipeline.share_loss(found, over_replicas=True)
-        return (loss, outputs) if returns_outputs else loss
+        if not returns_outputs:
+            return loss
+        check_was_joined(outputs, self.num_microbatches)
+        return loss, outputs
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -425,14 +475,11 @@ class ParallelModel(Sealed):
                 module.training = mode
 
 
+def _in_words(scaler: Any) -> str:
+    if isinstance(scaler, GradScaler):
+        return "the GradScaler of another model"
+    return f"a {type(scaler).__name__}"
+
+
 def _absolute(folder: str | Path) -> Path:
     return Path(os.path.abspath(folder))  # Without a slash at its end, or dots.
-
-
-def _scale_of(scaler: Any) -> float:
-    if not isinstance(scaler, GradScaler):
-        raise StageError(
-            f"scaler is a {type(scaler).__name__}. Expected a penstock.GradScaler: torch's decides "
-            "for each rank alone whether to skip a step."
-        )
-    return scaler.get_scale()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.comm import LocalGroup
@@ -118,6 +118,8 @@ def parallelize(
         spreading = Spreading(dims, tp_plan or {}, fsdp_options or {})
         spreading.check(names_of_modules(pieces.modules))
         names = StageNames.of(pieces.modules)
+        is_traced = any(isinstance(module, fx.GraphModule) for module in pieces.modules)
+        stays_in_eval = is_traced and not model.training
         inputs = GivenInputs.by_name(model) if pieces.repeats_inputs else GivenInputs()
         held = choice.placement.stages_of(rank)
         stages = [_build_stage(pieces, index, where, dims.pipeline, weights) for index in held]
@@ -136,6 +138,7 @@ def parallelize(
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
             loss_weight=loss_weight,
+            replica_group=dims.replicas if loss is not None and scale_grads else None,
             on_grads_ready=stepping(optimizers) if optimizers else None,
             compile=compile,
             timeout=timeout,
@@ -149,6 +152,7 @@ def parallelize(
             inputs=inputs,
             optimizers=optimizers,
             owns_group=owns_group,
+            stays_in_eval=stays_in_eval,
             saved=saved,
             peers=Peers.of(dims.peer_groups, where, timeout),
         )

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import StageError
+from penstock.torch_private import is_dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,15 @@ class StageNames:
     def of(cls, modules: Sequence[nn.Module]) -> "StageNames":
         """Read the names from the modules of all stages."""
         return cls(frozenset(name for module in modules for name in module.state_dict()))
+
+    def all_names(self, modules: Sequence[nn.Module]) -> dict[nn.Parameter, list[str]]:
+        """Return all names of the parameters of some stages, that of `parameters` first."""
+        found = {parameter: [name] for name, parameter in self.parameters(modules)}
+        for module in modules:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if name not in found[parameter]:
+                    found[parameter].append(name)
+        return found
 
     def parameters(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of some stages, each copy with a name of its own if it has one."""
@@ -66,9 +76,19 @@ class StageNames:
                     )
         for module in modules:
             own = module.state_dict()
+            state = {n: _spread_like(own.get(n), value) for n, value in state.items()}
             module.load_state_dict(
                 {name: state[name] for name in own if name in state}, strict=False
             )
+
+
+def _spread_like(own: Any, given: Any) -> Any:
+    """Return a whole tensor as the part that this rank holds, if it holds a part."""
+    if not is_dtensor(own) or not isinstance(given, Tensor) or is_dtensor(given):
+        return given
+    from torch.distributed.tensor import distribute_tensor  # Late: it takes a while to load.
+
+    return distribute_tensor(given.to(own.device), own.device_mesh, own.placements)
 
 
 def _listed(names: Sequence[str]) -> str:

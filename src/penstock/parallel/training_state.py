@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from penstock.errors import CheckpointError
+from penstock.parallel.json_keys import with_any_keys, without_keys_apart
 from penstock.parallel.optimizer_state import OptimizerState, join_settings
 from penstock.parallel.ranks_together import RanksTogether, describe_error
 from penstock.parallel.replaced_folder import begin_folder, complete_folder, restore_folder
@@ -86,7 +87,7 @@ class TrainingState:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._modules = [unwrapped(stage.submod) for stage in ranks.pipeline.stages.values()]
-        named = {weight: name for name, weight in names.parameters(self._modules)}
+        named = names.all_names(self._modules)
         self._optimizers = [OptimizerState(optimizer, named) for optimizer in optimizers]
 
     def save(
@@ -103,20 +104,22 @@ class TrainingState:
         try:
             state = dict(self._tensors())
             settings = {k: v for each in self._optimizers for k, v in each.settings().items()}
-            _as_json(dict(extra))
+            _as_json(with_any_keys(dict(extra)))
             if not ranks.are_threads and ranks.processes() is None:
                 raise CheckpointError(
                     "some processes are not in the mesh of this model. Expected all of them in it, "
                     "or one pipeline."
                 )
-            incomplete = begin_folder(path) if ranks.is_first else path
+            incomplete = begin_folder(path, marked_by=_FILE) if ranks.is_first else path
         except Exception as failed:
             error = failed
         found = ranks.gather((describe_error(error), settings, str(incomplete)), _SAVING)
         _raise_first([problem for problem, _, _ in found], path, error)
         incomplete = Path(next(name for _, _, name in found if name != str(path)))
         groups = join_settings([each for _, each, _ in found])
-        text = _as_json({"format": _FORMAT, "optimizer": groups, "extra": dict(extra)})
+        text = _as_json(
+            {"format": _FORMAT, "optimizer": groups, "extra": with_any_keys(dict(extra))}
+        )
 
         def complete() -> None:
             if ranks.is_first:
@@ -242,7 +245,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     described = json.loads((path / _FILE).read_text())
     if described["format"] != _FORMAT:
         raise ValueError(f"{_FILE} has another format")
-    return {"optimizer": list(described["optimizer"]), "extra": dict(described["extra"])}
+    extra = without_keys_apart(described["extra"])
+    return {"optimizer": list(described["optimizer"]), "extra": dict(extra)}
 
 
 def _as_json(value: Any) -> str:
@@ -273,8 +277,8 @@ def _raise_first(problems: Sequence[str], path: Path, error: BaseException | Non
         raise error
     if problem := next(filter(None, problems), ""):
         raise CheckpointError(
-            f"{path} could not be written: {problem}. What it had before is unchanged: free some "
-            "space, or name another folder."
+            f"{path} could not be written: {problem}. What it had before is unchanged: mend that, "
+            "or name another folder."
         ) from error
 
 

@@ -421,6 +421,10 @@ class PipelineStage(Sealed):
         self._wrapping.sharding.finish()
         self._wrapping.sharding.reshard()
 
+    def drop_unreduced_grads(self) -> None:
+        """Drop gradients of sharded parameters that wait for a step that reduces them."""
+        self._wrapping.sharding.drop_grads()
+
     def abandon_step(self) -> None:
         """Shard parameters again, and drop their gradients, after a step that failed."""
         self._wrapping.sharding.abandon()
