@@ -256,6 +256,29 @@ def test_gradients_that_were_used_in_the_backward_cannot_be_changed() -> None:
     on_cut_ranks(2, run, make_decoder(), optimizer_in_backward=torch.optim.AdamW)
 
 
+def test_parameter_that_no_optimizer_in_the_backward_steps_is_refused() -> None:
+    tokens, target = make_batch()
+
+    def run(pipe: Pipe) -> None:
+        [weight] = [w for name, w in pipe.named_parameters() if name == "blocks.3.up.weight"]
+        weight.requires_grad_(True)
+        with pytest.raises(StageError, match="was frozen when the optimizers that step in the"):
+            pipe.step(tokens, target=target)
+        pipe.optimizers[0].add_param_group({"params": [weight]})
+        pipe.step(tokens, target=target)
+
+    model = make_decoder()
+    model.blocks[3].up.weight.requires_grad_(False)
+    on_cut_ranks(
+        1,
+        run,
+        model,
+        optimizer_in_backward=lambda named: torch.optim.SGD(
+            [weight for _, weight in named], lr=0.1
+        ),
+    )
+
+
 def test_optimizers_in_the_backward_wait_for_the_last_of_several_steps() -> None:
     def run(pipe: Pipe) -> tuple[bool, bool]:
         before = {name: value.clone() for name, value in pipe.state_dict().items()}

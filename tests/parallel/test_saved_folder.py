@@ -142,7 +142,7 @@ def test_saving_again_replaces_the_model_and_nothing_else(tmp_path: Path) -> Non
     (folder / "notes.txt").write_text("mine")
     (folder / "logs").mkdir()
     (folder / "logs" / "loss.txt").write_text("1.0")
-    (tmp_path / ".model.0123abcd.incomplete").mkdir()  # Left by a save that was killed.
+    (tmp_path / ".model.incomplete").mkdir()  # Left by a save that was killed.
     states = on_ranks(2, lambda: penstock.load_pretrained(folder), train_and_save(folder))
     assert_loads(folder, states)
     assert "mine" == (folder / "notes.txt").read_text()

@@ -279,6 +279,23 @@ def test_folder_of_another_model_is_refused(tmp_path: Path) -> None:
         on_cut_ranks(1, lambda pipe: pipe.load(tmp_path / "state"), wider)
 
 
+def test_extra_state_of_modules_is_refused(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 1}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            pass
+
+    def save(pipe: Pipe) -> None:
+        with pytest.raises(CheckpointError, match=r"'blocks.0.up._extra_state' of the model's"):
+            pipe.save(tmp_path / "state")
+
+    model = make_decoder()
+    model.blocks[0].up = Counting(8, 16).double()
+    on_cut_ranks(1, save, model)
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     def save(pipe: Pipe) -> None:
         with pytest.raises(CheckpointError, match="extra, or a setting of the optimizer, cannot"):

@@ -437,7 +437,14 @@ class ParallelModel(Sealed):
         return scaler.get_scale()
 
     def _check_trained_alike(self) -> None:
-        """Raise an error if parameters were frozen or freed after replicas agreed on them."""
+        """Raise an error if parameters are trained that were not, where that has no effect."""
+        stepped = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        if stepped and any(p.requires_grad and p not in stepped for p in self.parameters()):
+            raise StageError(
+                f"rank {self.rank}: a parameter is trained that was frozen when the optimizers "
+                "that step in the backward were made, so none would step it. Add it to one of "
+                "pipe.optimizers with add_param_group()."
+            )
         for parameter, is_trained in self._replicated.items():
             if parameter.requires_grad is not is_trained:
                 raise StageError(

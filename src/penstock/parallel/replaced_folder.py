@@ -11,17 +11,18 @@ import shutil
 from pathlib import Path
 
 
-def begin_folder(path: Path, *, marked_by: str) -> Path:
+def begin_folder(path: Path, *, marked_by: str = "") -> Path:
     """Make and return an empty folder, to be written and then given the name `path`.
 
-    A folder with that name is replaced only if it is empty or has the file `marked_by`.
+    With `marked_by`, a folder of that name is replaced only if it is empty or has that file.
     """
     restore_folder(path)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file")
     if Path.cwd().is_relative_to(path):
         raise OSError(f"{path} is, or has, the current folder, and would be replaced")
-    if path.exists() and any(path.iterdir()) and not (path / marked_by).exists():
+    is_other = marked_by and path.exists() and not (path / marked_by).exists()
+    if is_other and any(path.iterdir()):
         raise OSError(f"{path} has other files, which would be lost; name a new folder")
     incomplete = path.with_name(f".{path.name}.incomplete")
     shutil.rmtree(incomplete, ignore_errors=True)  # Left by a save that was killed.

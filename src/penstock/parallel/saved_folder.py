@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from penstock.errors import PretrainedError
 from penstock.ir import StageId
 from penstock.parallel.adapters import WEIGHTS, is_of_peft, saved_names, write_adapter_config
 from penstock.parallel.pretrained import Pretrained
+from penstock.parallel.replaced_folder import begin_folder, complete_folder
 from penstock.parallel.safetensors_folder import SafetensorsFolder
 from penstock.parallel.safetensors_writing import Forms, SafetensorsWriter, num_bytes
 from penstock.parallel.transformers_parts import (
@@ -111,14 +111,14 @@ def write_pretrained(
         files = _plan(saved, stages, gather)
         for stage, tensors in sorted(stages.items()):
             error = error or _write_stage(files.get(stage, ()), tensors, temporary, is_writer)
-    except PretrainedError as exc:  # The same on all ranks.
+    except Exception as exc:  # Any of them must reach the other ranks.
         error = exc
     _agree(error, path, temporary, gather, is_first)
     if is_first:
         try:
             _complete(saved, files, temporary)
             _put_in_place(temporary, path)
-        except (OSError, PretrainedError) as exc:
+        except Exception as exc:  # Any of them must reach the other ranks.
             error = exc
     _agree(error, path, temporary, gather, is_first)
 
@@ -138,17 +138,14 @@ _Files: TypeAlias = dict[StageId, list[_Part]]
 def _begin(path: Path, gather: Gather, is_first: bool) -> Path:
     """Make a folder beside the one to be written; return it on all ranks."""
     error: Exception | None = None
-    temporary = path.parent / f".{path.name}.{uuid4().hex[:8]}.incomplete"
+    temporary = path
     if is_first:
         try:
             if path.exists() and not path.is_dir():
                 raise PretrainedError(
                     f"{path} is a file. Expected a folder, or a name for a new one."
                 )
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for left in path.parent.glob(f".{path.name}.*.incomplete"):
-                shutil.rmtree(left, ignore_errors=True)  # By a save that was killed.
-            temporary.mkdir()
+            temporary = begin_folder(path)
         except (OSError, PretrainedError) as exc:
             error = exc
     names = gather(str(temporary) if is_first else None, _WHAT)
@@ -240,7 +237,7 @@ def _write_stage(
             try:
                 made = part.conversion.convert(own.__getitem__)
                 writer.write((name, made[name]) for name in part.forms)
-            except OSError as exc:
+            except Exception as exc:  # The other ranks still put their shards together.
                 error = exc
         del own
     if writer is not None:
@@ -268,7 +265,7 @@ def _agree(
     failed = [found for found in gather(report, _WHAT) if found is not None]
     if not failed:
         return
-    if is_first:
+    if is_first and temporary != path:
         shutil.rmtree(temporary, ignore_errors=True)
     if isinstance(error, PretrainedError):
         raise error
@@ -303,7 +300,7 @@ def _complete(saved: SavedModel, files: _Files, folder: Path) -> None:
     config.save_pretrained(folder)
     if saved.origin is not None:
         for pattern in _TOKENIZER_FILES:
-            for file in saved.origin.glob(pattern):
+            for file in filter(Path.is_file, saved.origin.glob(pattern)):
                 shutil.copyfile(file, folder / file.name)
     elif model.can_generate():
         model.generation_config.save_pretrained(folder)
@@ -340,16 +337,8 @@ def _join_adapter(files: _Files, folder: Path) -> None:
 
 def _put_in_place(temporary: Path, path: Path) -> None:
     """Give the complete folder its name; keep what the old one has besides a saved model."""
-    old = temporary.with_suffix(".replaced")
-    if path.exists():
-        path.rename(old)
-    try:
-        temporary.rename(path)
-    except OSError:
-        if old.exists():
-            old.rename(path)
-        raise
-    if old.exists():
+    old = complete_folder(temporary, path)
+    if old is not None:
         for entry in sorted(old.iterdir()):
             is_weight = any(entry.match(pattern) for pattern in _WEIGHT_FILES)
             if not is_weight and not (path / entry.name).exists():

@@ -199,6 +199,11 @@ class TrainingState:
         seen = set()
         for module in self._modules:
             for name, value in module.state_dict().items():
+                if not isinstance(value, Tensor):
+                    raise CheckpointError(
+                        f"{name!r} of the model's state is a {type(value).__name__}. Expected "
+                        "tensors: keep what get_extra_state() returns in `extra`."
+                    )
                 if name not in seen:
                     seen.add(name)
                     yield f"model.{name}", value
