@@ -66,7 +66,7 @@ def test_save_that_is_interrupted_leaves_the_one_before(
         patch.setattr(training_state.state_dict_saver, "save", write_and_be_killed)
         with pytest.raises(KeyboardInterrupt):
             run(checkpoint=str(tmp_path), resume=True, steps=3, num_ranks=1)
-    assert [".step-000003.partial", "step-000002"] == saved_in(tmp_path)
+    assert [".step-000003.incomplete", "step-000002"] == saved_in(tmp_path)
     assert losses(num_ranks=1)[2:] == losses(checkpoint=str(tmp_path), resume=True, num_ranks=1)
     assert ["step-000002", "step-000004"] == saved_in(tmp_path)
 
@@ -81,7 +81,7 @@ def test_checkpoint_that_cannot_be_written_is_told(
     expected = "could not be written: OSError: No space left on device. What it had before"
     with pytest.raises(CheckpointError, match=expected):
         run(checkpoint=str(tmp_path), steps=1)
-    assert [".step-000001.partial"] == saved_in(tmp_path)
+    assert [".step-000001.incomplete"] == saved_in(tmp_path)
 
 
 def test_checkpoint_that_cannot_be_read_is_told(two_steps: Path, tmp_path: Path) -> None:

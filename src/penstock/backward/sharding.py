@@ -180,8 +180,7 @@ class Sharding:
         for group, grads in held:
             group.grads = grads
         if self._restore:
-            for group in self._groups:
-                group.drop_grads()
+            self.drop_grads()
             self._restore = []
 
     def drop_grads(self) -> None:

@@ -1,5 +1,6 @@
 """This process among the others: its process group and its device."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ import torch.distributed.nn  # Before there is a group, which torch keeps in it 
 from penstock.comm import LocalGroup
 from penstock.errors import StageError
 from penstock.stage import GroupOrMesh
+
+LOGGER = logging.getLogger("penstock")
 
 
 @contextmanager
@@ -54,10 +57,15 @@ def join_ranks(device: torch.device) -> bool:
 
 
 def choose_device() -> torch.device:
-    """Return an accelerator if there is one for each process of this machine, else the CPU."""
+    """Return a CUDA device if there is one for each process of this machine, else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if found is None or found.type != "cuda" or torch.accelerator.device_count() < num_here:
+    if found is None or found.type != "cuda":
+        return torch.device("cpu")
+    if (num_devices := torch.accelerator.device_count()) < num_here:
+        LOGGER.warning(
+            "the CPU is used, as there are %d devices for %d processes", num_devices, num_here
+        )
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0"))
     torch.accelerator.set_device_index(index)

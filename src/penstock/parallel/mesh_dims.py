@@ -1,4 +1,4 @@
-"""What the dimensions of a mesh are for, by their names."""
+"""The meanings of a mesh's dimensions, by name."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -18,7 +18,7 @@ from penstock.stage import PipelineStage
 
 @dataclass(frozen=True, slots=True)
 class Spreading:
-    """How stages are spread over ranks: by DDP, fully_shard and tensor parallelism."""
+    """The spread of stages over ranks: by DDP, fully_shard and tensor parallelism."""
 
     dims: MeshDims
     tp_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)

@@ -340,8 +340,8 @@ class Pipeline(Sealed):
         with self._connection.failing_together() as comm:
             loss = torch.zeros(1, dtype=torch.float64, device=self._first.device)
             if self._holds_last:
-                found = [each.detach().reshape(()).double() for each in losses]
-                loss += torch.stack(found).mean()
+                found = torch.stack([each.detach().reshape(()) for each in losses])
+                loss += found.mean(dtype=torch.promote_types(found.dtype, torch.float32))
                 for replicas in self._replicas if over_replicas else ():
                     average_over_replicas_(loss, replicas, self._timeout_s)
             return self._loss_line.pass_on(comm, self.schedule.placement.ranks[-1], loss)

@@ -1,5 +1,6 @@
 """What a run will need, before it begins: the bubble, and the memory of each rank."""
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from penstock.training.orders import Orders
 from penstock.training.settings import TrainConfig
 
 _STATES = 2  # Of AdamW, for each parameter.
+LOGGER = logging.getLogger("penstock")
 _STAND_IN = "ZB-V"  # For the schedule that "auto" has yet to find.
 
 
@@ -140,7 +142,8 @@ def _count(
     """Return the operations of each stage, and the bytes that a microbatch holds there."""
     try:
         found = count_stages(pieces, mb_args, mb_kwargs)
-    except Exception:  # Whatever a model does that shapes do not tell: it may train all the same.
+    except Exception as error:  # It is the model's own, which may train all the same.
+        LOGGER.warning("the forecast does not count operations and activations: %r", error)
         return [0.0] * pieces.num_stages, [0.0] * pieces.num_stages
     return [cost.time for cost in found], [cost.activation_bytes for cost in found]
 
