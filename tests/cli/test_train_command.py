@@ -155,7 +155,10 @@ def test_interrupted_training_says_where_it_can_go_on(
 
     monkeypatch.setattr(module, "start_ranks", be_interrupted)
     ran = run("train", "--checkpoint", tmp_path)
-    assert (130, "--resume continues from step 100\ninterrupted\n") == (ran.code, ran.err)
+    assert (130, "--resume continues from step 100; later ones are lost\ninterrupted\n") == (
+        ran.code,
+        ran.err,
+    )
 
 
 def steps(count: int) -> list[StepDone]:

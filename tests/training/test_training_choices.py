@@ -149,10 +149,15 @@ def test_resumed_run_takes_what_is_left_out_from_its_checkpoint(tmp_path: Path) 
     text = tmp_path / "text"
     text.write_bytes(b"some text " * 10)
     read = Data(read_documents([str(text)]))
-    options = {"seed": 3, "clip": 2.0, "min_lr": 0.001, "warmup": 1}
+    options = {"seed": 3, "clip": 2.0, "min_lr": 0.001, "warmup": 1, "keep": 5, "every": 1}
+    options["schedule"] = "1F1B"
     run(read, checkpoint=str(tmp_path / "run"), steps=2, num_ranks=1, **options)
-    given = {"checkpoint": str(tmp_path / "run"), "resume": True, "ranks": 1}
+    given = {"checkpoint": str(tmp_path / "run"), "resume": True}
     config = make_config(given, {})
+    # With the default of keep, a resumed run would remove checkpoints that were to be kept.
+    assert (5, 1, "1F1B", 1) == (config.keep, config.every, config.schedule, config.num_ranks)
+    other = make_config({**given, "schedule": "ZB-V"}, {})
+    assert ("ZB-V", 2) == (other.schedule, other.num_ranks)
     assert (MODEL, (str(text),), 8, 4) == (
         config.model,
         config.data,

@@ -109,8 +109,11 @@ def run_training(given: Mapping[str, Any], as_json: bool) -> int:
     try:
         return start_ranks(arguments, config.num_processes)
     except KeyboardInterrupt:
-        if config.checkpoint and (saved := saved_steps(Path(config.checkpoint))):
-            print(f"--resume continues from step {saved[-1]}", file=sys.stderr)
+        saved = saved_steps(Path(config.checkpoint)) if config.checkpoint else []
+        if saved:
+            print(f"--resume continues from step {saved[-1]}; later ones are lost", file=sys.stderr)
+        elif config.checkpoint:
+            print(f"no step was saved yet: the first is {config.every} (--every)", file=sys.stderr)
         raise
 
 

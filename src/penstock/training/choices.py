@@ -40,7 +40,7 @@ def make_config(given: Mapping[str, Any], env: Mapping[str, str]) -> TrainConfig
         kept = find_latest(Path(options["checkpoint"])).kept()
         if "model" in options:
             kept = {name: value for name, value in kept.items() if name not in _OF_MODEL}
-        options = {**kept, **options}
+        options = {**_still_fitting(kept, given, env), **options}
     name = options.get("schedule", "")
     in_file = read_schedule(name) if is_file(name) else None
     if in_file is not None:
@@ -58,6 +58,24 @@ def make_config(given: Mapping[str, Any], env: Mapping[str, str]) -> TrainConfig
         if option not in _OF_MODEL
     }
     return TrainConfig(find_model(options), **values)
+
+
+def _still_fitting(
+    kept: dict[str, Any], given: Mapping[str, Any], env: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the options of a checkpoint without those that others, given now, take the place of.
+
+    A launcher says how many ranks there are; a schedule brings its own numbers; and a schedule in
+    a file is for one number of ranks.
+    """
+    dropped = set()
+    if is_worker(env):
+        dropped |= {"ranks"}
+    if "schedule" in given:
+        dropped |= {"ranks", "stages-per-rank"}
+    if "ranks" in given and is_file(str(kept.get("schedule", ""))):
+        dropped |= {"schedule", "stages-per-rank"}
+    return {name: value for name, value in kept.items() if name not in dropped}
 
 
 def _choose_share(options: dict[str, Any]) -> None:

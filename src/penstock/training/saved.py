@@ -46,6 +46,11 @@ _KEPT: Final = (
     "eval-every",
     "eval-data",
     "eval-batches",
+    "every",
+    "keep",
+    "ranks",
+    "schedule",
+    "stages-per-rank",
 )
 """Options that may change; a resumed run takes those that are left out from its checkpoint."""
 
