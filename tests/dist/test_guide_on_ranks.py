@@ -80,6 +80,7 @@ def test_other_ranks_go_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path: Pa
             r"loss (\S+), norm (\S+)", launch(script, tmp_path, num_ranks=num_ranks)
         )
     ]
+    # Four digits are printed, of numbers of 32 bits after twelve steps.
     assert trained == [pytest.approx(tuple(map(float, pair)), abs=2e-4) for pair in found]
     assert any(norm > names["MAX_NORM"] for _, norm in trained)
     assert any(norm < names["MAX_NORM"] for _, norm in trained)

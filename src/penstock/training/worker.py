@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from penstock.parallel.joining import choose_device
+from penstock.parallel.joining import choose_device, join_ranks
 from penstock.training.choices import Data
 from penstock.training.forecast import Forecast
 from penstock.training.held_out import Evaluated
@@ -33,7 +33,7 @@ class Shown(Protocol):
 def joined() -> Iterator[torch.device]:
     """Join the other ranks by the variables in the environment; yield the device to use."""
     device = choose_device()
-    dist.init_process_group("gloo" if device.type == "cpu" else None)
+    join_ranks(device)
     yield device
     dist.destroy_process_group()  # Not after an error: the other ranks may never reach this.
 
