@@ -1,6 +1,6 @@
 """The losses of a step's microbatches, on the rank of the last stage."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,12 @@ def _value_alone(loss: Any) -> Any:
     if type(loss) is Tensor and loss.untyped_storage().nbytes() > loss.nbytes:
         return loss.clone()
     return loss
+
+
+def mean_of(losses: Sequence[Tensor]) -> Tensor:
+    """Return the mean of a step's losses, in their own dtype, or in 32 bits."""
+    found = torch.stack([each.detach().reshape(()) for each in losses])
+    return found.mean(dtype=torch.promote_types(found.dtype, torch.float32))
 
 
 def weigh_losses(

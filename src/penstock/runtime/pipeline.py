@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -11,43 +12,42 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.comm import AbstractComm
-from penstock.comm.pipelines_together import Peers
-from penstock.errors import GradientError, RecordError, StageError, StepError
+from penstock.errors import StageError
 from penstock.ir import Action, Schedule, StageId
 from penstock.ir.action import COMPUTE_TYPES
-from penstock.microbatches import merge_chunks, split_args_kwargs_into_chunks
+from penstock.microbatches import merge_chunks
 from penstock.microbatches.loss_weights import (
     LossWeight,
     LossWeights,
-    average_over_replicas_,
-    sum_over_replicas,
 )
-from penstock.microbatches.splitting import split_target
-from penstock.runtime.auto.auto_pilot import AutoPilot
+from penstock.runtime.auto.auto_pilot import pilot_if_auto
 from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.auto.pilot import AbstractPilot
 from penstock.runtime.compiled_stages import compile_stages
 from penstock.runtime.connection import Connection
 from penstock.runtime.grad_norm import Clipping, measure_norm
 from penstock.runtime.loss_line import LossLine
-from penstock.runtime.losses import weigh_losses
+from penstock.runtime.losses import mean_of, weigh_losses
 from penstock.runtime.pipeline_checks import (
     as_schedule,
     check_count,
     check_fit,
+    check_grad_is_enabled,
     check_grad_scale,
-    check_microbatches,
+    check_grads_are_final,
+    check_keeps_backward,
     check_replica_group,
     check_replicas_are_known,
-    check_same_replicas,
     check_settings,
     check_stages,
     check_takes_weights,
     check_timeout,
 )
-from penstock.runtime.recording.recorded_block import active_run
+from penstock.runtime.recording.pipeline_recorders import PipelineRecorders, check_has_steps
 from penstock.runtime.recording.recorder import Recorder
-from penstock.runtime.step_runner import StepRunner
+from penstock.runtime.replicas import Replicas
+from penstock.runtime.step_batches import cut_batch, take_microbatches
+from penstock.runtime.step_runner import StepRunner, abandon_step
 from penstock.runtime.step_settings import Batch, CustomFunction, LossFn, Settings
 from penstock.sealed import Sealed
 from penstock.stage import PipelineStage
@@ -117,21 +117,17 @@ class Pipeline(Sealed):
         self._settings = check_settings(
             Settings(loss_fn, scale_grads, loss_weight, on_grads_ready, custom_functions={})
         )
-        self._replica_group = check_replica_group(replica_group, self._settings)
-        record = record or record_memory
-        self._recorders = [Recorder(counts_memory=record_memory)] if record else []
-        """The pipeline's own recorder first, if it has one; then those of recorded blocks."""
-        self._records = record
+        self._replicas = Replicas(
+            self._stages,
+            check_replica_group(replica_group, self._settings),
+            self._first.device,
+            self._timeout_s,
+        )
+        self._recorders = PipelineRecorders.of(record=record, record_memory=record_memory)
         self._has_backward = loss_fn is not None
-        if isinstance(schedule, str) and schedule.lower() == "auto":
-            schedule = Auto()
-        if isinstance(schedule, Auto):
-            if loss_fn is None:
-                raise StageError(
-                    'schedule is "auto", which needs a loss_fn: without a backward there is '
-                    "nothing to plan. Give one, or the name of a schedule."
-                )
-            schedule = AutoPilot(schedule, self._timeout_s, self._find_peers)
+        schedule = pilot_if_auto(
+            schedule, loss_fn is not None, self._timeout_s, self._replicas.find_peers
+        )
         if isinstance(schedule, AbstractPilot):
             self.num_microbatches = check_count(num_microbatches)
         else:
@@ -148,7 +144,7 @@ class Pipeline(Sealed):
             self._first.device,
             self._timeout_s,
             self._meet,
-            self._abandon,
+            partial(abandon_step, self._stages),
         )
         self._loss_line = LossLine()
         if compile:
@@ -172,13 +168,7 @@ class Pipeline(Sealed):
 
     @loss_fn.setter
     def loss_fn(self, loss_fn: LossFn | None) -> None:
-        if (loss_fn is None) != (self._settings.loss_fn is None):
-            had, gets = ("a loss_fn", "none") if loss_fn is None else ("no loss_fn", "one")
-            raise StageError(
-                f"the pipeline was made with {had} and would now have {gets}. All ranks have "
-                "agreed whether there is a backward: set another loss_fn, call eval() for steps "
-                "without a backward, or make a new pipeline."
-            )
+        check_keeps_backward(self._settings.loss_fn, loss_fn)
         self._settings = check_settings(replace(self._settings, loss_fn=loss_fn))
 
     @property
@@ -189,7 +179,7 @@ class Pipeline(Sealed):
     @scale_grads.setter
     def scale_grads(self, scale_grads: bool) -> None:
         settings = check_settings(replace(self._settings, scale_grads=scale_grads))
-        check_replica_group(self._replica_group, settings)
+        check_replica_group(self._replicas.given, settings)
         self._settings = settings
 
     @property
@@ -287,20 +277,13 @@ class Pipeline(Sealed):
         `weights`, on the rank of the last stage, says how much each microbatch counts in the mean
         over the batch. By default `loss_weight` decides, or else the size of the microbatch.
         """
-        self._join_run()
+        self._recorders.join_block(self._gather)
         if not self._settings.is_final:
             self._settings = replace(self._settings, is_final=True, reduces_grads=True)
         with self._connection.failing_together() as comm:
             if weights is not None:
                 check_takes_weights("weights", self._settings)
-            batch = Batch(
-                check_microbatches("args", args, tuple, self.num_microbatches),
-                check_microbatches("kwargs", kwargs, dict, self.num_microbatches),
-                []
-                if targets is None
-                else check_microbatches("targets", targets, object, self.num_microbatches),
-                loss_kwargs or {},
-            )
+            batch = take_microbatches(args, kwargs, targets, loss_kwargs, self.num_microbatches)
             loss_weights = self._weigh_losses(
                 batch, self._has_backward, weights=weights, are_cut=False
             )
@@ -320,12 +303,7 @@ class Pipeline(Sealed):
         All ranks must call it, after a step; all get the same norm, to the last bit. Parameters
         can be plain or DTensors; each counts once, however many ranks hold it or a part of it.
         """
-        if not self._settings.is_final:  # On all ranks alike, so the pipeline can go on.
-            raise GradientError(
-                f"rank {self._first.group_rank}: the last step had finalize=False, so gradients "
-                "are not complete, and their norm is not known. Clip after a step that finalizes "
-                "them."
-            )
+        check_grads_are_final(self._settings, self._first.group_rank)
         with self._connection.failing_together() as comm:
             clipping = Clipping.of(max_norm, norm_type, error_if_nonfinite, foreach)
             norm = measure_norm(self._stages, comm, self._first.device, clipping, self._timeout_s)
@@ -340,10 +318,9 @@ class Pipeline(Sealed):
         with self._connection.failing_together() as comm:
             loss = torch.zeros(1, dtype=torch.float64, device=self._first.device)
             if self._holds_last:
-                found = torch.stack([each.detach().reshape(()) for each in losses])
-                loss += found.mean(dtype=torch.promote_types(found.dtype, torch.float32))
-                for replicas in self._replicas if over_replicas else ():
-                    average_over_replicas_(loss, replicas, self._timeout_s)
+                loss += mean_of(losses)
+                if over_replicas:
+                    self._replicas.average_(loss)
             return self._loss_line.pass_on(comm, self.schedule.placement.ranks[-1], loss)
 
     def gather(self, value: Any, what: str) -> list[Any]:
@@ -359,19 +336,10 @@ class Pipeline(Sealed):
 
         All ranks must call it, after the same step.
         """
-        if not self._records:
-            raise RecordError(
-                "this pipeline does not record its steps. Make it with record=True, or run its "
-                "steps in a `with penstock.record() as run:` block."
-            )
-        return self._gather(self._recorders[0])
+        return self._gather(self._recorders.own)
 
     def _gather(self, recorder: Recorder) -> Recording:
-        if recorder.is_empty:
-            raise RecordError(
-                "no step has been recorded yet. Run one before asking for the recording, or two if "
-                'the first counts memory, as it does with record_memory and the schedule "auto".'
-            )
+        check_has_steps(recorder)
         with self._connection.failing_together() as comm:
             return recorder.gather(
                 comm, self._first.device, self.schedule.placement, self.num_microbatches
@@ -410,19 +378,18 @@ class Pipeline(Sealed):
         over_replicas: bool = False,
     ) -> Any:
         args_spec, kwargs_spec, merge_spec = self._specs
-        self._join_run()
+        self._recorders.join_block(self._gather)
         with self._connection.failing_together() as comm:
-            args_split, kwargs_split = split_args_kwargs_into_chunks(
-                args if 0 in self._stages else (),
+            is_first = 0 in self._stages
+            batch = cut_batch(
+                args if is_first else (),
                 kwargs,
+                target if self._holds_last else None,
+                loss_kwargs,
                 self.num_microbatches,
-                args_spec if 0 in self._stages else None,
-                kwargs_spec if kwargs else None,
+                args_spec if is_first else None,
+                kwargs_spec,
             )
-            targets: list[Any] = []
-            if target is not None and self._holds_last:
-                targets = split_target(target, self.num_microbatches)
-            batch = Batch(args_split, kwargs_split, targets, loss_kwargs or {})
             loss_weights = LossWeights.alike(self.num_microbatches)
             if has_backward or losses is not None:
                 loss_weights = self._weigh_losses(
@@ -447,35 +414,8 @@ class Pipeline(Sealed):
             weights=weights,
             rule=self.loss_weight,
             are_cut=are_cut,
-            sum_over=self._sum_over_replicas if over_replicas else None,
+            sum_over=self._replicas.sum_over if over_replicas else None,
         )
-
-    def _sum_over_replicas(self, total: float) -> tuple[float, int]:
-        """Return the sum of all replicas' totals, and how many replicas there are."""
-        num_replicas = 1
-        for replicas in self._replicas:
-            total = sum_over_replicas(total, replicas, self._first.device, self._timeout_s)
-            num_replicas *= dist.get_world_size(replicas)
-        return total, num_replicas
-
-    @property
-    def _replicas(self) -> tuple[dist.ProcessGroup, ...]:
-        """The ranks that hold the last stage of each replica, by dimension of their mesh."""
-        last = self._stages[self._first.num_stages - 1]
-        last.refresh()  # It may have been wrapped since the last step.
-        if self._replica_group is None:
-            return last.replica_groups
-        if averaging := last.known_replica_groups:
-            check_same_replicas(self._replica_group, averaging)
-        return (self._replica_group,)
-
-    def _find_peers(self) -> Peers:
-        """Return the ranks that take part in collectives of this rank's stages."""
-        groups = [group for stage in self._stages.values() for group in stage.peer_groups]
-        given = self._replica_group
-        if given is not None and dist.get_rank(given) >= 0:
-            groups.append(given)
-        return Peers.of(groups, self._first.device, self._timeout_s)
 
     def _run_batch(
         self,
@@ -486,11 +426,8 @@ class Pipeline(Sealed):
         losses: list[Any] | None,
         return_outputs: bool,
     ) -> list[Any] | None:
-        if has_backward and not torch.is_grad_enabled():
-            raise StepError(
-                "step() was called where gradients are disabled, so there would be no backward. "
-                "Call it outside of torch.no_grad(), or call eval()."
-            )
+        if has_backward:
+            check_grad_is_enabled()
         step = self._runner.run(
             comm,
             batch,
@@ -499,27 +436,11 @@ class Pipeline(Sealed):
             has_backward=has_backward,
             keeps_outputs=return_outputs and self._holds_last,
             needs_losses=has_backward or losses is not None,
-            recorders=self._recorders,
+            recorders=self._recorders.active,
         )
         if losses is not None:
             losses[:] = step.losses.weighed()
         return [step.outputs[mb] for mb in sorted(step.outputs)] if step.keeps_outputs else None
-
-    def _abandon(self, error: BaseException) -> None:
-        """Shard parameters again after a failure; a fault in that must not hide the first one."""
-        for index, stage in self._stages.items():
-            try:
-                stage.abandon_step()
-            except Exception as another:
-                error.add_note(
-                    f"the parameters of stage {index} could not be sharded again after it: "
-                    f"{type(another).__name__}: {another}"
-                )
-
-    def _join_run(self) -> None:
-        """Let the recorded block that this step is in, if any, record it."""
-        if (run := active_run()) is not None:
-            run.watch(self._recorders, self._gather)
 
     def _meet(self, comm: AbstractComm) -> None:
         """Check that all ranks have the same pipeline, and open the channels."""
@@ -528,13 +449,13 @@ class Pipeline(Sealed):
             "num_microbatches": self.num_microbatches,
             "loss_fn": "none" if self._settings.loss_fn is None else "given",
             "the cut": self._first.cut or "none",
-            "record": bool(self._recorders),
+            "record": bool(self._recorders.active),
         }
         ranks = comm.gather(self._runner.facts(own))
         self._runner.agree(comm, ranks)
         is_reduced = any(rank.is_reduced for rank in ranks)
         if self._has_backward and self.scale_grads and self._holds_last and is_reduced:
-            check_replicas_are_known(self._replicas)
+            check_replicas_are_known(self._replicas.groups)
         self._runner.meet(comm, ranks)
 
     @property

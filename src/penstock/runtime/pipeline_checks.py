@@ -5,13 +5,14 @@ from collections.abc import Collection, Sequence
 from itertools import combinations
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import schedules
-from penstock.errors import StageError
-from penstock.ir import Schedule, StageId
-from penstock.runtime.step_settings import Settings
+from penstock.errors import GradientError, StageError, StepError
+from penstock.ir import Rank, Schedule, StageId
+from penstock.runtime.step_settings import LossFn, Settings
 from penstock.stage import PipelineStage
 from penstock.stage.stage_checks import as_process_group
 
@@ -90,6 +91,35 @@ def check_grad_scale(grad_scale: float) -> None:
         raise StageError(
             f"grad_scale is {grad_scale!r}. Expected a positive, finite number, such as 1 / 4 to "
             "accumulate the gradients of 4 steps."
+        )
+
+
+def check_grad_is_enabled() -> None:
+    """Raise an error if a step with a backward would have none."""
+    if not torch.is_grad_enabled():
+        raise StepError(
+            "step() was called where gradients are disabled, so there would be no backward. "
+            "Call it outside of torch.no_grad(), or call eval()."
+        )
+
+
+def check_grads_are_final(settings: Settings, rank: Rank) -> None:
+    """Raise an error if gradients lack a step; on all ranks alike, so the pipeline can go on."""
+    if not settings.is_final:
+        raise GradientError(
+            f"rank {rank}: the last step had finalize=False, so gradients are not complete, and "
+            "their norm is not known. Clip after a step that finalizes them."
+        )
+
+
+def check_keeps_backward(before: LossFn | None, after: LossFn | None) -> None:
+    """Raise an error if another loss_fn would give the pipeline a backward, or take it away."""
+    if (before is None) != (after is None):
+        had, gets = ("a loss_fn", "none") if after is None else ("no loss_fn", "one")
+        raise StageError(
+            f"the pipeline was made with {had} and would now have {gets}. All ranks have agreed "
+            "whether there is a backward: set another loss_fn, call eval() for steps without a "
+            "backward, or make a new pipeline."
         )
 
 

@@ -261,3 +261,15 @@ class StepRunner:
 
     def _stages_with_replicas(self) -> frozenset[StageId]:
         return frozenset(i for i, stage in self._stages.items() if stage.is_reduced)
+
+
+def abandon_step(stages: Mapping[StageId, PipelineStage], error: BaseException) -> None:
+    """Shard parameters again after a failure; a fault in that must not hide the first one."""
+    for index, stage in stages.items():
+        try:
+            stage.abandon_step()
+        except Exception as another:
+            error.add_note(
+                f"the parameters of stage {index} could not be sharded again after it: "
+                f"{type(another).__name__}: {another}"
+            )

@@ -25,7 +25,7 @@ from penstock.comm import AbstractComm, check_agreement
 from penstock.comm.decisions import decide
 from penstock.comm.pipelines_together import Peers
 from penstock.costs import CostTable
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, StageError
 from penstock.ir import Message, Placement, Schedule, StageId
 from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.auto.next_schedule import NextSchedule, choose_next
@@ -208,3 +208,22 @@ class AutoPilot(AbstractPilot):
         if self._comm.rank == 0:
             LOGGER.info("times have changed by %.0f %%: measuring again", drift * 100)
         return True
+
+
+def pilot_if_auto(
+    schedule: Schedule | str | Auto | AbstractPilot,
+    has_loss: bool,
+    timeout_s: float,
+    find_peers: Callable[[], Peers],
+) -> Schedule | str | AbstractPilot:
+    """Return a pilot for "auto" and for an `Auto(...)`; any other schedule as it is."""
+    if isinstance(schedule, str) and schedule.lower() == "auto":
+        schedule = Auto()
+    if not isinstance(schedule, Auto):
+        return schedule
+    if not has_loss:
+        raise StageError(
+            'schedule is "auto", which needs a loss_fn: without a backward there is nothing to '
+            "plan. Give one, or the name of a schedule."
+        )
+    return AutoPilot(schedule, timeout_s, find_peers)

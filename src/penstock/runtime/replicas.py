@@ -1,0 +1,59 @@
+"""The replicas of a pipeline: whose batches count in the mean of a step, and who computes along."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.comm.pipelines_together import Peers
+from penstock.ir import StageId
+from penstock.microbatches.loss_weights import average_over_replicas_, sum_over_replicas
+from penstock.runtime.pipeline_checks import check_same_replicas
+from penstock.stage import PipelineStage
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """The replicas of a pipeline, as the stages of this rank know them."""
+
+    stages: Mapping[StageId, PipelineStage]
+    given: dist.ProcessGroup | None
+    """The group that the caller named, if any: the ranks of the last stage in each replica."""
+    device: torch.device
+    timeout_s: float
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The ranks that hold the last stage of each replica, by dimension of their mesh.
+
+        Only the rank of the last stage may ask.
+        """
+        last = self.stages[max(self.stages)]
+        last.refresh()  # It may have been wrapped since the last step.
+        if self.given is None:
+            return last.replica_groups
+        if averaging := last.known_replica_groups:
+            check_same_replicas(self.given, averaging)
+        return (self.given,)
+
+    def sum_over(self, total: float) -> tuple[float, int]:
+        """Return the sum of all replicas' totals, and how many replicas there are."""
+        num_replicas = 1
+        for group in self.groups:
+            total = sum_over_replicas(total, group, self.device, self.timeout_s)
+            num_replicas *= dist.get_world_size(group)
+        return total, num_replicas
+
+    def average_(self, loss: Tensor) -> None:
+        """Put the mean of the losses of all replicas into a tensor; each must call it."""
+        for group in self.groups:
+            average_over_replicas_(loss, group, self.timeout_s)
+
+    def find_peers(self) -> Peers:
+        """Return the ranks that take part in collectives of this rank's stages."""
+        groups = [group for stage in self.stages.values() for group in stage.peer_groups]
+        if self.given is not None and dist.get_rank(self.given) >= 0:
+            groups.append(self.given)
+        return Peers.of(groups, self.device, self.timeout_s)
