@@ -1,36 +1,34 @@
 """One call from a model to a pipeline that trains it."""
 
 import gc
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.comm import LocalGroup
 from penstock.comm.pipelines_together import Peers
-from penstock.cutting import CutModel
-from penstock.errors import StageError
-from penstock.ir import Schedule, StageId
+from penstock.ir import Schedule
 from penstock.microbatches.loss_weights import LossWeight
 from penstock.parallel.example_batch import Example, ExampleBatch
-from penstock.parallel.given_cut import Cut, cut_as_given
-from penstock.parallel.given_inputs import GivenInputs
+from penstock.parallel.given_cut import Cut
+from penstock.parallel.given_loss import loss_as_given
 from penstock.parallel.joining import choose_device, joined_ranks
 from penstock.parallel.mesh_dims import MeshDims
 from penstock.parallel.parallel_model import ParallelModel
 from penstock.parallel.pretrained import Pretrained
+from penstock.parallel.rank_stages import build_stages
 from penstock.parallel.saved_folder import SavedModel
 from penstock.parallel.schedule_choice import choose_schedule
-from penstock.parallel.spreading import Spreading, names_of_modules
-from penstock.parallel.stage_names import StageNames
+from penstock.parallel.spreading import Spreading
 from penstock.parallel.stage_optimizers import MakeOptimizer, make_optimizers, stepping
 from penstock.parallel.tied_values import check_tied_values
 from penstock.runtime import Auto, Pipeline
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.step_settings import LossFn
-from penstock.stage import Group, GroupOrMesh, PipelineStage
+from penstock.stage import Group
 
 
 def parallelize(
@@ -97,41 +95,38 @@ def parallelize(
         True
     """
     batch = ExampleBatch.of(example, example_kwargs, example_target)
-    loss = _loss_of(loss_fn)
+    loss = loss_as_given(loss_fn)
     saved = SavedModel.of(model)
-    weights = model if isinstance(model, Pretrained) else None
-    model = model.new_model() if isinstance(model, Pretrained) else model
     where = choose_device() if device is None else torch.device(device)
     specs = {"args_chunk_spec": args_chunk_spec, "kwargs_chunk_spec": kwargs_chunk_spec}
     with joined_ranks(where, group) as owns_group:
         dims = MeshDims.of(mesh, group)
-        rank, num_ranks = dims.place
         choice = choose_schedule(
             schedule,
-            num_ranks=num_ranks,
+            num_ranks=dims.place[1],
             num_microbatches=num_microbatches,
             batch_size=batch.size(**specs),
             stages_per_rank=stages_per_rank,
         )
         microbatch = batch.first_microbatch(choice.num_microbatches, **specs)
-        pieces = cut_as_given(model, cut, choice.placement, microbatch, loss)
         spreading = Spreading(dims, tp_plan or {}, fsdp_options or {})
-        spreading.check(names_of_modules(pieces.modules))
-        names = StageNames.of(pieces.modules)
-        is_traced = any(isinstance(module, fx.GraphModule) for module in pieces.modules)
-        stays_in_eval = is_traced and not model.training
-        inputs = GivenInputs.by_name(model) if pieces.repeats_inputs else GivenInputs()
-        held = choice.placement.stages_of(rank)
-        stages = [_build_stage(pieces, index, where, dims.pipeline, weights) for index in held]
-        if not isinstance(group, LocalGroup):  # Otherwise other ranks have the same model.
-            _free_others(model, stages)
-        del pieces, model
+        own = build_stages(
+            model,
+            cut,
+            choice.placement,
+            microbatch,
+            loss,
+            spreading,
+            where,
+            is_shared=isinstance(group, LocalGroup),
+        )
+        del model  # So that parameters that are spread below can be freed.
         gc.collect()
-        for stage in stages:
+        for stage in own.stages:
             spreading.apply(stage)
-        optimizers = make_optimizers(stages, optimizer_in_backward)
+        optimizers = make_optimizers(own.stages, optimizer_in_backward)
         pipeline = Pipeline(
-            stages,
+            own.stages,
             choice.schedule,
             num_microbatches=choice.num_microbatches,
             loss_fn=loss,
@@ -148,65 +143,11 @@ def parallelize(
         check_tied_values(pipeline)
         return ParallelModel(
             pipeline,
-            names=names,
-            inputs=inputs,
+            names=own.names,
+            inputs=own.inputs,
             optimizers=optimizers,
             owns_group=owns_group,
-            stays_in_eval=stays_in_eval,
+            stays_in_eval=own.stays_in_eval,
             saved=saved,
             peers=Peers.of(dims.peer_groups, where, timeout),
         )
-
-
-def _build_stage(
-    pieces: CutModel,
-    index: StageId,
-    device: torch.device,
-    group: GroupOrMesh,
-    weights: Pretrained | None,
-) -> PipelineStage:
-    """Return a stage on the device, with values from a folder if the model has none."""
-    module = pieces.get_stage_module(index)
-    buffers = {} if weights is None else weights.fill(module, device)
-    return pieces.build_stage(index, device, group, buffers=buffers)
-
-
-def _free_others(model: nn.Module, stages: Sequence[PipelineStage]) -> None:
-    """Take the parameters and buffers of other ranks out of the model, which the caller has."""
-    held = {
-        tensor
-        for stage in stages
-        for tensor in (*stage.submod.parameters(), *stage.submod.buffers())
-    }
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in held:
-                empty = torch.empty_like(parameter, device="meta")
-                setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer not in held:
-                setattr(module, name, torch.empty_like(buffer, device="meta"))
-
-
-def _loss_of(loss_fn: Any) -> LossFn | None:
-    """Return the function that a pipeline computes losses with."""
-    if isinstance(loss_fn, str) and loss_fn == "model":
-        return _own_loss
-    if loss_fn is not None and not callable(loss_fn):
-        raise StageError(
-            f"loss_fn is {loss_fn!r}. Expected a function of the output and the target, 'model' "
-            "for a model that returns its own loss, or None."
-        )
-    return cast(LossFn | None, loss_fn)
-
-
-def _own_loss(output: Any, target: Any) -> Any:
-    """Return the loss that a model has computed."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None:
-        raise StageError(
-            f"loss_fn is 'model', but the model returned a {type(output).__name__} without a loss. "
-            "Give step() what the model computes it from, such as labels=…, or give parallelize() "
-            "a loss_fn."
-        )
-    return loss
