@@ -62,6 +62,7 @@ class ParallelModel(Sealed):
         self._saved = saved
         self._stays_in_eval = stays_in_eval
         self._ranks = RanksTogether(pipeline, peers)
+        self._has_backward = pipeline.schedule.has_backward
         self._replicated = {
             parameter: parameter.requires_grad
             for stage in self.stages.values()
@@ -70,7 +71,6 @@ class ParallelModel(Sealed):
         }
         self._writers: dist.ProcessGroup | None = None
         """The group for asynchronous saves, once there was one."""
-        """The ranks that hold the same stages, or shards of them, in other pipelines."""
         self._names = names
         self._inputs = inputs
         self._optimizers = dict(optimizers)
@@ -239,6 +239,12 @@ class ParallelModel(Sealed):
             raise StepError(
                 "this model was parallelized without a loss_fn, so there is nothing to train. "
                 "Give parallelize() a loss_fn, or call predict()."
+            )
+        if not self._has_backward:
+            raise StepError(
+                "this model was parallelized with a schedule that has no backward, so there is "
+                "nothing to train. Give parallelize() another, such as schedule='ZB-V', or call "
+                "evaluate() or predict()."
             )
         if scaler is not None:
             self._check_not_in_backward("be unscaled")

@@ -26,8 +26,10 @@ class Losses:
     weights: LossWeights
     has_backward: bool
     adds_losses: bool = False
-    """True if several losses may be returned, whose sum is trained."""
+    """True if several losses may be returned, whose sum is trained, as in torch's schedules."""
     values: dict[MicrobatchId, Any] = field(default_factory=dict)
+    _trains_anything: bool = False
+    """True if the loss of some microbatch needs a gradient."""
     _shapes: list[torch.Size] | None = None
     """The shapes of the first outputs, where nothing else shows the sizes of microbatches."""
 
@@ -62,6 +64,9 @@ class Losses:
                 "although the outputs do, so nothing would be trained. Compute it from the "
                 "outputs, without detach() or item()."
             )
+        self._trains_anything |= loss.requires_grad
+        if len(self.values) == len(self.weights.seeds):
+            self._check_trains_anything()
         return loss
 
     def seed(self, mb: MicrobatchId, loss: Tensor) -> Tensor | None:
@@ -83,6 +88,17 @@ class Losses:
     def weighed(self) -> list[Any]:
         """Return the losses times their weights, so that their mean is the loss of the batch."""
         return [self.weights.weigh(mb, self.values[mb]) for mb in sorted(self.values)]
+
+    def _check_trains_anything(self) -> None:
+        """Raise an error if no loss needs a gradient; torch's own schedules say nothing."""
+        if not (self._trains_anything or self.adds_losses):
+            raise StageError(
+                f"none of the losses of all {len(self.values)} microbatches needs a gradient, so "
+                "nothing would be trained: all parameters that the outputs depend on are frozen, "
+                "or the outputs are detached or whole numbers. Train at least one of them, or run "
+                "the batch without a backward: by eval() of a pipeline, or evaluate() of a "
+                "ParallelModel."
+            )
 
     def _check_alike(self, mb: MicrobatchId, outputs: Any) -> None:
         """Raise an error if microbatches differ in size, so that they should not count equally."""
