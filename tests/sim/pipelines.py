@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from random import Random
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -108,7 +109,18 @@ def costs_of(draw: st.DrawFn, schedule: Schedule) -> CostTable:
         reduce=some(QUARTERS, stages),
         gathered=some(QUARTERS, stages),
         overlap_saving=draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
+        **draw(scales_of(schedule)),
     )
+
+
+@st.composite
+def scales_of(draw: st.DrawFn, schedule: Schedule) -> dict[str, Any]:
+    """Scales of time, of memory, of both or of neither."""
+    count = schedule.num_microbatches
+    row = st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]), min_size=count, max_size=count)
+    rows = st.lists(row, min_size=schedule.num_stages, max_size=schedule.num_stages)
+    alike = st.just(())
+    return {"time_scale": draw(alike | row | rows), "memory_scale": draw(alike | row)}
 
 
 POLICIES = [

@@ -91,7 +91,7 @@ def _arrivals(
                 if ranks[source] != ranks[stage]:
                     channel = ranks[source], ranks[stage]
                     time = max(time, channel_free.get(channel, 0.0))
-                    time += costs.message_bytes[edge] / costs.bandwidth[edge]
+                    time += costs.message_bytes[edge] / costs.bandwidth[edge] * _size(costs, mb)
                     channel_free[channel] = time
                     time = max(time + costs.delay[edge], last_arrival.get(channel, 0.0))
                     last_arrival[channel] = time
@@ -138,16 +138,20 @@ def _received(receive: Recv) -> Awaited:
     return (receive.message.is_gradient, receive.stage, receive.mb)
 
 
+def _size(costs: CostTable, mb: int) -> float:
+    return costs.memory_scale[mb] if costs.memory_scale else 1.0
+
+
 def _length(action: Action, costs: CostTable) -> float:
     match action:
-        case Forward(stage=stage):
-            return costs.forward[stage]
-        case Backward(stage=stage):
-            return costs.backward[stage]
-        case BackwardInput(stage=stage):
-            return costs.backward_input[stage]
-        case BackwardWeight(stage=stage):
-            return costs.backward_weight[stage]
+        case Forward(stage=stage, mb=mb):
+            return costs.forward[stage] * _pace(costs, stage, mb)
+        case Backward(stage=stage, mb=mb):
+            return costs.backward[stage] * _pace(costs, stage, mb)
+        case BackwardInput(stage=stage, mb=mb):
+            return costs.backward_input[stage] * _pace(costs, stage, mb)
+        case BackwardWeight(stage=stage, mb=mb):
+            return costs.backward_weight[stage] * _pace(costs, stage, mb)
         case Overlap(forward=forward, backward=backward):
             longer, shorter = sorted(
                 (_length(forward, costs), _length(backward, costs)), reverse=True
@@ -155,3 +159,7 @@ def _length(action: Action, costs: CostTable) -> float:
             return longer + (1 - costs.overlap_saving) * shorter
         case _:
             return 0.0
+
+
+def _pace(costs: CostTable, stage: int, mb: int) -> float:
+    return costs.time_scale[stage][mb] if costs.time_scale else 1.0

@@ -275,3 +275,23 @@ def test_file_with_broken_memory_is_refused(memory: Any) -> None:
     values = json.loads(Recording((make_step("1F1B"),)).to_json()) | {"memory": memory}
     with pytest.raises(RecordError, match="memory does not have two amounts for each action"):
         Recording.from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZB-H1"])
+def test_costs_by_microbatch_have_the_scales_of_each(name: str) -> None:
+    rows = [[1.0, 0.5, 2.0, 1.0, 1.0, 3.0], [1.0] * 6, [2.0, 1.0, 1.0, 1.0, 0.25, 1.0]]
+    sizes = [1.0, 1.0, 2.0, 1.0, 0.5, 4.0]
+    costs = replace(COSTS, time_scale=tuple(map(tuple, rows)), memory_scale=tuple(sizes))
+    costs = replace(costs, after_forward=(3.0, 2.0, 1.0), during_input=(0.5, 1.0, 0.0))
+    step = make_step(name, costs)
+    schedule = step.timeline.schedule
+    memory = tuple(tuple(held_along(schedule, rank, costs)) for rank in range(3))
+    found = Recording((step,), memory).costs(by_microbatch=True)
+    for expected, actual in zip(rows, found.time_scale, strict=True):
+        assert expected == pytest.approx(actual)
+    assert sizes == pytest.approx(found.memory_scale)
+    assert (3.0, 2.0, 1.0) == pytest.approx(found.after_forward)
+    simulated = simulate(schedule, found)
+    assert simulate(schedule, costs).makespan == pytest.approx(simulated.makespan)
+    assert simulate(schedule, costs).peak_memory == pytest.approx(simulated.peak_memory)
+    assert () == Recording((step,), memory).costs().time_scale

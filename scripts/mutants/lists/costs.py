@@ -13,7 +13,15 @@ MUTANTS = [
     ("costs/cost_table.py", "0 <= value < math.inf,", "0 < value < math.inf,"),
     ("costs/cost_table.py", "0 <= value < math.inf,", "0 <= value <= math.inf,"),
     ("costs/cost_table.py", "fits, expected = value > 0,", "fits, expected = value >= 0,"),
-    ("costs/cost_table.py", "return value if type(value) is int else as_float", "return value"),
+    ("costs/plain_numbers.py", "return value if type(value) is int else as_float", "return value"),
+    (
+        "costs/lengths.py",
+        "sum(map(work, documents)) / work(usual)",
+        "work(sum(documents)) / work(usual)",
+    ),
+    ("costs/lengths.py", "count / usual for count", "work(count) / work(usual) for count"),
+    ("costs/microbatch_scales.py", "if not 0 < value < inf:", "if not 0 <= value < inf:"),
+    ("costs/microbatch_scales.py", "if num_scaled not in (None, num_microbatches):", "if False:"),
     (
         "costs/cost_table.py",
         "if math.inf in self.transfer:",

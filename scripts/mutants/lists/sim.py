@@ -33,8 +33,20 @@ MUTANTS = [
     ),
     (
         "sim/simulator.py",
-        "return costs.backward[action.stage]",
-        "return costs.backward_input[action.stage] + costs.backward_weight[action.stage]",
+        "time = costs.backward[action.stage]",
+        "time = costs.backward_input[action.stage] + costs.backward_weight[action.stage]",
+    ),
+    (
+        "sim/simulator.py",
+        "transfer *= self._scales[message.mb]",
+        "transfer *= 1",
+        "tests/sim/test_engine_fuzz.py",
+    ),
+    (
+        "passes/held_memory.py",
+        "change = change.times(scales[part.mb])",
+        "pass",
+        "tests/costs/test_microbatch_scales.py",
     ),
     ("sim/simulator.py", "    check_orders(schedule)  #", "    #"),
     (

@@ -3,13 +3,15 @@
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from numbers import Real
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from penstock.costs.json_format import Format
+from penstock.costs.lengths import Lengths, Work, scales_of
+from penstock.costs.microbatch_scales import check_agreement, read_row, read_rows
+from penstock.costs.plain_numbers import to_plain
 from penstock.errors import CostError
 
 _FORMAT = Format(
@@ -23,8 +25,11 @@ DURING: Final = ("during_forward", "during_input", "during_weight", "during_back
 HELD: Final = ("after_forward", "after_input", *DURING)
 """The fields of memory that depends on the size of microbatches."""
 SHARDING: Final = ("gather", "reduce", "gathered")
+SCALES: Final = ("time_scale", "memory_scale")
+"""The fields with a factor for each microbatch."""
 # Costs that many stages do not have. Files without them are as valid: older ones have none of them.
-_OPTIONAL = (*DURING, *SHARDING)
+_OPTIONAL = (*DURING, *SHARDING, *SCALES)
+_OF_EDGES = ("delay", "message_bytes", "bandwidth")
 
 
 class StageCost(NamedTuple):
@@ -96,6 +101,10 @@ class CostTable:
     """Memory that a stage holds from the start of its gather until it is freed."""
     overlap_saving: float = 0.0
     """Share of the shorter half that an overlapped pair saves: 0 none, 1 all of it."""
+    time_scale: tuple[tuple[float, ...], ...] = ()
+    """By stage and microbatch: the factor of its times; empty if all microbatches are alike."""
+    memory_scale: tuple[float, ...] = ()
+    """By microbatch: the factor of what it holds and sends; empty if all are alike."""
 
     def __init__(
         self,
@@ -117,10 +126,13 @@ class CostTable:
         reduce: Iterable[float] | float = 0.0,
         gathered: Iterable[float] | float = 0.0,
         overlap_saving: float = 0.0,
+        time_scale: Iterable[float] | Iterable[Iterable[float]] = (),
+        memory_scale: Iterable[float] = (),
     ) -> None:
         """Take one value per stage or per edge; except for computes, one number may do for all.
 
-        A full backward costs as much as its halves if it is not given.
+        A full backward costs as much as its halves if it is not given. `time_scale` has one number
+        per microbatch, or a row of them for each stage.
         """
         stages = _each("forward", forward)
         halves = _each("backward_input", backward_input), _each("backward_weight", backward_weight)
@@ -150,7 +162,9 @@ class CostTable:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "overlap_saving", _plain("overlap_saving", overlap_saving))
+        object.__setattr__(self, "overlap_saving", to_plain("overlap_saving", overlap_saving))
+        object.__setattr__(self, "time_scale", read_rows("time_scale", time_scale, num_stages))
+        object.__setattr__(self, "memory_scale", read_row("memory_scale", memory_scale))
         self._check()
 
     @classmethod
@@ -187,6 +201,8 @@ class CostTable:
         reduce: float = 0.0,
         gathered: float = 0.0,
         overlap_saving: float = 0.0,
+        time_scale: Iterable[float] | Iterable[Iterable[float]] = (),
+        memory_scale: Iterable[float] = (),
     ) -> "CostTable":
         """Return a table with the same costs for every stage.
 
@@ -214,15 +230,39 @@ class CostTable:
             reduce=reduce * share,
             gathered=gathered * share,
             overlap_saving=overlap_saving,
+            time_scale=time_scale,
+            memory_scale=memory_scale,
         )
+
+    def for_lengths(
+        self, lengths: Lengths, *, measured_length: float | None = None, work: Work | None = None
+    ) -> "CostTable":
+        """Return the same costs for microbatches of these lengths, in tokens.
+
+        Times grow by the rule `work`, memory and messages with the number of tokens. If a
+        microbatch is packed, give the lengths of its documents in place of their sum. The table is
+        that of one document of `measured_length`, or of the mean length if that is not given.
+
+        >>> costs = CostTable.uniform(2).for_lengths([512, 1024, [1024, 512]], measured_length=1024)
+        >>> costs.time_scale[0]
+        (0.5, 1.0, 1.5)
+        """
+        times, tokens = scales_of(lengths, measured_length, work or Work())
+        return replace(self, time_scale=(times,) * self.num_stages, memory_scale=tokens)
 
     @property
     def num_stages(self) -> int:
         return len(self.forward)
 
     @property
+    def num_microbatches(self) -> int | None:
+        """The number of microbatches that have scales; None if all are alike, however many."""
+        row = self.memory_scale or next(iter(self.time_scale), ())
+        return len(row) or None
+
+    @property
     def transfer(self) -> tuple[float, ...]:
-        """The time that a message keeps its channel busy, for each edge."""
+        """The time that a message keeps its channel busy, for each edge, before `memory_scale`."""
         return tuple(
             size / speed for size, speed in zip(self.message_bytes, self.bandwidth, strict=True)
         )
@@ -230,16 +270,15 @@ class CostTable:
     def to_json(self) -> str:
         """Return the table as JSON text, one line per field; `from_json` gives an equal one.
 
-        Memory during actions and costs of sharded parameters are left out if they are all zero.
+        Memory during actions and costs of sharded parameters are left out if they are all zero, and
+        scales if there are none.
         """
         values: dict[str, Any] = _FORMAT.header
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _OPTIONAL and not any(value):
                 continue
-            values[field.name] = (
-                list(map(_as_json, value)) if isinstance(value, tuple) else _as_json(value)
-            )
+            values[field.name] = _as_json(value)
         lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -281,9 +320,11 @@ class CostTable:
         if not self.forward:
             raise CostError("forward is empty. Give the time of at least one stage.")
         num_edges = self.num_stages - 1
-        for field in fields(self)[:-1]:
+        for field in fields(self):
+            if field.name in ("overlap_saving", *SCALES):
+                continue
             values = getattr(self, field.name)
-            of_edges = field.name in ("delay", "message_bytes", "bandwidth")
+            of_edges = field.name in _OF_EDGES
             expected = num_edges if of_edges else self.num_stages
             if len(values) != expected:
                 raise CostError(
@@ -301,6 +342,7 @@ class CostTable:
             raise CostError(
                 f"overlap_saving is {self.overlap_saving}. Expected a share between 0 and 1."
             )
+        check_agreement(self.time_scale, self.memory_scale)
 
 
 def _each(name: str, values: Iterable[float]) -> tuple[float, ...]:
@@ -309,22 +351,11 @@ def _each(name: str, values: Iterable[float]) -> tuple[float, ...]:
             f"{name} is {values!r}. Expected one number per stage; "
             "CostTable.uniform gives all stages the same."
         )
-    return tuple(_plain(f"{name}[{index}]", value) for index, value in enumerate(values))
+    return tuple(to_plain(f"{name}[{index}]", value) for index, value in enumerate(values))
 
 
 def _spread(name: str, value: Iterable[float] | float, count: int) -> tuple[float, ...]:
-    return _each(name, value) if isinstance(value, Iterable) else (_plain(name, value),) * count
-
-
-def _plain(name: str, value: float) -> float:
-    """Return a Python number: sums of other types may round or overflow by rules of their own."""
-    if not isinstance(value, Real):
-        raise CostError(f"{name} is {value!r}. Expected a number.")
-    try:
-        as_float = float(value)
-    except OverflowError:
-        raise CostError(f"{name} is too large for a float. Use a larger unit.") from None
-    return value if type(value) is int else as_float
+    return _each(name, value) if isinstance(value, Iterable) else (to_plain(name, value),) * count
 
 
 def _check_value(name: str, index: int, value: float) -> None:
@@ -336,11 +367,11 @@ def _check_value(name: str, index: int, value: float) -> None:
         raise CostError(f"{name}[{index}] is {value}. Expected {expected}.")
 
 
-def _as_json(value: float) -> float | str:
-    """Return a number that json writes in full, or a word for infinity, which JSON lacks."""
-    if value == math.inf:
-        return "inf"
-    return value
+def _as_json(value: Any) -> Any:
+    """Return numbers that json writes in full, or a word for infinity, which JSON lacks."""
+    if isinstance(value, tuple):
+        return list(map(_as_json, value))
+    return "inf" if value == math.inf else value
 
 
 def _from_json(name: str, value: Any) -> Any:
@@ -350,6 +381,8 @@ def _from_json(name: str, value: Any) -> Any:
         return value
     if not isinstance(value, list):
         raise CostError(f"{name} is {value!r}. Expected a list of numbers.")
+    if name == "time_scale" and all(isinstance(row, list) for row in value):
+        return [_from_json(f"{name}[{stage}]", row) for stage, row in enumerate(value)]
     for index, number in enumerate(value):
         if not _is_number(number) and number != "inf":
             raise CostError(f'{name}[{index}] is {number!r}. Expected a number, or "inf".')

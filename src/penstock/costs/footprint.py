@@ -34,3 +34,11 @@ class Footprint(Protocol):
     @property
     def gathered(self) -> Sequence[float]:
         """The memory of parameters from the start of their gather until they are freed."""
+
+    @property
+    def memory_scale(self) -> Sequence[float]:
+        """By microbatch: the factor of all of this, gathers excepted; empty if all are alike."""
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """The number of microbatches that have scales; None if all are alike, however many."""

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from penstock.costs import CostTable
 from penstock.costs.cost_table import HELD
+from penstock.costs.lengths import Lengths, Work, scales_of
 from penstock.costs.units import MemoryUnit, TimeUnit
 from penstock.ir import Placement, Schedule
 
@@ -44,6 +45,9 @@ class ShareCosts:
     reduce: tuple[float, ...] = (0.0,)
     gathered: tuple[float, ...] = (0.0,)
     overlap_saving: float = 0.0
+    time_scale: tuple[tuple[float, ...], ...] = ()
+    """By part of the model and microbatch; see `CostTable`. Empty if all microbatches are alike."""
+    memory_scale: tuple[float, ...] = ()
     time_unit: TimeUnit = ""
     memory_unit: MemoryUnit = ""
     schedule: None = None
@@ -61,7 +65,28 @@ class ShareCosts:
             reduce=_along(self.reduce, placement),
             gathered=_along(self.gathered, placement),
             overlap_saving=self.overlap_saving,
+            time_scale=self._time_scale(placement),
+            memory_scale=self.memory_scale,
         )
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """The number of microbatches that have scales; None if all are alike, however many."""
+        return len(self.memory_scale or next(iter(self.time_scale), ())) or None
+
+    def for_lengths(self, lengths: Lengths, work: Work) -> "ShareCosts":
+        """Return the same costs for microbatches of these lengths; see `CostTable.for_lengths`."""
+        times, tokens = scales_of(lengths, None, work)
+        return replace(self, time_scale=(times,), memory_scale=tokens)
+
+    def _time_scale(self, placement: Placement) -> list[tuple[float, ...]]:
+        """Return the scales of each stage: the mean over the parts of the model that it covers."""
+        covered = _along((1.0,), placement)
+        columns = [_along(column, placement) for column in zip(*self.time_scale, strict=True)]
+        return [
+            tuple(value / whole for value in row)
+            for row, whole in zip(zip(*columns, strict=True), covered, strict=False)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +136,20 @@ class TableCosts:
             reduce=along(costs.reduce),
             gathered=along(costs.gathered),
             overlap_saving=costs.overlap_saving,
+            time_scale=costs.time_scale,
+            memory_scale=costs.memory_scale,
             time_unit=self.time_unit,
             memory_unit=self.memory_unit,
         )
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """See `ShareCosts`."""
+        return self.costs.num_microbatches
+
+    def for_lengths(self, lengths: Lengths, work: Work) -> "TableCosts":
+        """Return the same costs for microbatches of these lengths; see `CostTable.for_lengths`."""
+        return replace(self, costs=self.costs.for_lengths(lengths, work=work))
 
     def _mean_delay(self) -> float:
         """Return the mean time of a message between ranks, over the edges."""

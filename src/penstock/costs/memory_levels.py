@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, TypeAlias
 
-from penstock.costs.cost_table import STAGE_COSTS, CostTable
+from penstock.costs.cost_table import SCALES, STAGE_COSTS, CostTable
 from penstock.errors import CostError
 
 Level: TypeAlias = float | str
@@ -52,6 +52,13 @@ def check_tables(tables: Mapping[Level, CostTable]) -> None:
                 f"{levels[0]!r} {first.message_bytes}. Expected equal ones: measure all levels "
                 "with the same stages, placement and microbatches."
             )
+        for name in SCALES:
+            if getattr(table, name) != getattr(first, name):
+                raise CostError(
+                    f"{name} of level {level!r} is {getattr(table, name)}, that of level "
+                    f"{levels[0]!r} {getattr(first, name)}. Expected the same microbatches at each "
+                    "level."
+                )
 
 
 def mix_levels(tables: Mapping[Level, CostTable], levels: Sequence[Level]) -> CostTable:
@@ -75,6 +82,8 @@ def mix_levels(tables: Mapping[Level, CostTable], levels: Sequence[Level]) -> Co
         message_bytes=chosen[0].message_bytes,
         bandwidth=[min(a.bandwidth[edge], b.bandwidth[edge]) for edge, (a, b) in edges],
         overlap_saving=min(table.overlap_saving for table in chosen),
+        time_scale=chosen[0].time_scale,
+        memory_scale=chosen[0].memory_scale,
     )
 
 

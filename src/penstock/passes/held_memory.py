@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Final, NamedTuple
 
 from penstock.costs.footprint import Footprint
+from penstock.costs.microbatch_scales import check_microbatches
 from penstock.errors import CostError
 from penstock.ir import (
     Backward,
@@ -34,6 +35,12 @@ class EvenFootprint(NamedTuple):
     during_weight: tuple[float, ...]
     during_backward: tuple[float, ...]
     gathered: tuple[float, ...]
+    memory_scale: tuple[float, ...] = ()
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """See `Footprint`."""
+        return len(self.memory_scale) or None
 
 
 def whole_shares(schedule: Schedule) -> EvenFootprint:
@@ -53,13 +60,14 @@ class Held(NamedTuple):
 
 
 def check_stages(schedule: Schedule, footprint: Footprint) -> None:
-    """Raise an error if the costs are not for the schedule's stages."""
+    """Raise an error if the costs are not for the schedule's stages and microbatches."""
     num_stages = len(footprint.after_forward)
     if num_stages != schedule.num_stages:
         raise CostError(
             f"The costs are for {num_stages} stages, but the schedule has {schedule.num_stages}. "
             "Give costs for each stage."
         )
+    check_microbatches(footprint.num_microbatches, schedule.num_microbatches)
 
 
 def cap_of_each_rank(
@@ -85,9 +93,13 @@ class Change(NamedTuple):
     net: float
     """What it leaves held, less what was held before it."""
 
+    def times(self, scale: float) -> "Change":
+        """Return the change that an action of a larger or smaller microbatch makes."""
+        return Change(self.rise * scale, self.net * scale)
+
 
 def stage_changes(footprint: Footprint, stage: StageId) -> dict[type[SingleCompute], Change]:
-    """Return what each kind of action of a stage does to memory."""
+    """Return what each kind of action of a stage does to memory, before `memory_scale`."""
     kept, left = footprint.after_forward[stage], footprint.after_input[stage]
     return {
         Forward: Change(max(kept, footprint.during_forward[stage]), kept),
@@ -115,9 +127,12 @@ def changes_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterat
     order = schedule.orders[rank]
     keeps = any(not isinstance(part, Forward) for action in order for part in compute_parts(action))
     changes_of = cache(lambda stage: stage_changes(footprint, stage))
+    scales = footprint.memory_scale
 
     def change_of(part: SingleCompute) -> Change:
         change: Change = changes_of(part.stage)[type(part)]
+        if scales:
+            change = change.times(scales[part.mb])
         return change if keeps else Change(change.rise, 0.0)
 
     for action in order:

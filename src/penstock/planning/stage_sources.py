@@ -7,7 +7,7 @@ from math import inf
 
 from penstock.costs import CostTable, Level
 from penstock.costs.cost_table import HELD
-from penstock.errors import ScheduleError
+from penstock.errors import CostError, ScheduleError
 from penstock.ir import Placement
 from penstock.partition import Partition
 from penstock.passes.held_memory import ROUNDING
@@ -91,6 +91,11 @@ class TableSource(AbstractSource):
     """Stages that are already cut, with costs measured for microbatches of one size."""
 
     def __init__(self, table: CostTable, mb_size: int, batch_size: int, request: Request) -> None:
+        if table.num_microbatches is not None:
+            raise CostError(
+                f"The costs have scales for {table.num_microbatches} microbatches. A plan chooses "
+                "the number of microbatches, all of one size: give costs without scales."
+            )
         self._table, self._mb_size, self._batch_size = table, mb_size, batch_size
         self._request = request
         count, rest = divmod(table.num_stages, request.num_ranks)

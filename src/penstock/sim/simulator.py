@@ -66,17 +66,19 @@ def simulate(
 def duration(action: Action, costs: CostTable) -> float:
     """Return the time that `action` keeps its rank from computing, unless communication blocks."""
     if isinstance(action, Forward):
-        return costs.forward[action.stage]
-    if isinstance(action, Backward):
-        return costs.backward[action.stage]
-    if isinstance(action, BackwardInput):
-        return costs.backward_input[action.stage]
-    if isinstance(action, BackwardWeight):
-        return costs.backward_weight[action.stage]
-    if isinstance(action, Overlap):
+        time = costs.forward[action.stage]
+    elif isinstance(action, Backward):
+        time = costs.backward[action.stage]
+    elif isinstance(action, BackwardInput):
+        time = costs.backward_input[action.stage]
+    elif isinstance(action, BackwardWeight):
+        time = costs.backward_weight[action.stage]
+    elif isinstance(action, Overlap):
         halves = duration(action.forward, costs), duration(action.backward, costs)
         return sum(halves) - costs.overlap_saving * min(halves)
-    return 0.0
+    else:
+        return 0.0
+    return time * costs.time_scale[action.stage][action.mb] if costs.time_scale else time
 
 
 def run(schedule: Schedule, costs: CostTable, *, blocking: bool = False) -> Timeline:
@@ -124,6 +126,7 @@ class _Network:
     def __init__(self, schedule: Schedule, costs: CostTable) -> None:
         self._flow = Dataflow(schedule)
         self._delays, self._transfers = costs.delay, costs.transfer
+        self._scales = costs.memory_scale
         # Messages that take the same time cannot delay each other.
         self._can_queue = any(costs.transfer) or len(set(costs.delay)) > 1
         self._free_at: dict[Channel, float] = {}
@@ -136,6 +139,8 @@ class _Network:
         delay, transfer = self._cost(message)
         if not self._can_queue:
             return time + delay
+        if self._scales:
+            transfer *= self._scales[message.mb]
         channel = self._flow.channel(message)
         free_at = max(time, self._free_at.get(channel, 0.0)) + transfer
         arrival = max(free_at + delay, self._last_arrival.get(channel, 0.0))

@@ -247,6 +247,14 @@ def check_costs(costs: CostTable) -> None:
         raise CostError(f"costs is {costs!r}. Expected a penstock.CostTable.")
 
 
+def _refuse_scales(costs: CostTable) -> None:
+    if costs.num_microbatches is not None:
+        raise CostError(
+            f"The costs have scales for {costs.num_microbatches} microbatches. Only simulations "
+            "know these so far: give costs without scales."
+        )
+
+
 def _check(costs: CostTable, placement: Placement, num_microbatches: int, clock: Clock) -> None:
     check_costs(costs)
     if not isinstance(placement, Placement):
@@ -262,6 +270,7 @@ def _check(costs: CostTable, placement: Placement, num_microbatches: int, clock:
             f"The costs are for {costs.num_stages} stages, but the placement has "
             f"{placement.num_stages}. Give costs for each stage."
         )
+    _refuse_scales(costs)
     if clock not in get_args(Clock):
         raise ScheduleError(f"clock is {clock!r}. Expected 'makespan' or 'span'.")
     # Otherwise a schedule could delay a rank's start, and the rank's offset would not be known.

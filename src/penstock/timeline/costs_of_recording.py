@@ -2,8 +2,8 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias, cast
 
 from penstock.costs.cost_table import CostTable
 from penstock.ir import (
@@ -11,12 +11,13 @@ from penstock.ir import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    MicrobatchId,
     ReduceGrads,
     Schedule,
     StageId,
     Unshard,
 )
-from penstock.ir.action import SHARDING_TYPES
+from penstock.ir.action import SHARDING_TYPES, Sharding, SingleCompute
 from penstock.ir.dataflow import Dataflow
 from penstock.ir.message import Message
 from penstock.ir.walking import walk
@@ -24,24 +25,29 @@ from penstock.passes.held_memory import EvenFootprint, Held, whole_shares
 from penstock.timeline.timeline import Timeline
 
 _Times: TypeAlias = dict[tuple[type, StageId], float]
+_SMALLEST_SCALE = 1e-6  # Of a microbatch that took no time at all.
 
 
 def recorded_costs(
     schedule: Schedule,
     timelines: Sequence[Timeline],
     memory: Sequence[Sequence[Held]] = (),
+    *,
+    by_microbatch: bool = False,
 ) -> CostTable:
     """Return medians over all microbatches of these timelines.
 
-    If the halves of a backward never ran, each is taken to be half of it. If no memory was
-    measured at the actions of the schedule, a microbatch holds 1 on a rank.
+    With `by_microbatch`, a microbatch has its own share of them as its scale. If the halves of
+    a backward never ran, each is taken to be half of it. If no memory was measured at the actions
+    of the schedule, a microbatch holds 1 on a rank.
     """
     times = _median_times(timelines)
     stages = range(schedule.num_stages)
     half = {stage: times.get((Backward, stage), 0.0) / 2 for stage in stages}
     inputs = [times.get((BackwardInput, stage), half[stage]) for stage in stages]
     weights = [times.get((BackwardWeight, stage), half[stage]) for stage in stages]
-    footprint = _footprint(schedule, memory) if memory else whole_shares(schedule)
+    scales = _memory_scale(schedule, memory) if by_microbatch and memory else ()
+    footprint = _footprint(schedule, memory, scales) if memory else whole_shares(schedule)
     return CostTable(
         forward=[times[Forward, stage] for stage in stages],
         backward_input=inputs,
@@ -51,35 +57,94 @@ def recorded_costs(
         delay=_delays(schedule, timelines),
         gather=[times.get((Unshard, stage), 0.0) for stage in stages],
         reduce=[times.get((ReduceGrads, stage), 0.0) for stage in stages],
+        time_scale=_time_scale(schedule, timelines, times) if by_microbatch else (),
     )
 
 
 def _median_times(timelines: Sequence[Timeline]) -> _Times:
     """Return the median time of each kind of action on each stage."""
     found: defaultdict[tuple[type, StageId], list[float]] = defaultdict(list)
+    for action, time in _timed(timelines):
+        found[type(action), action.stage].append(time)
+    return {key: statistics.median(values) for key, values in found.items()}
+
+
+def _timed(timelines: Sequence[Timeline]) -> Iterator[tuple[SingleCompute | Sharding, float]]:
+    """Yield each action with the time that it took."""
     for timeline in timelines:
         for rank, order in enumerate(timeline.schedule.orders):
             spans = zip(order, timeline.starts[rank], timeline.ends[rank], strict=True)
             for action, start, end in spans:
-                # Recordings have no overlaps: each half ran by itself.
-                found[type(action), action.stage].append(end - start)  # type: ignore[union-attr]
-    return {key: statistics.median(values) for key, values in found.items()}
+                # Recordings have no overlaps and no communication: each half ran by itself.
+                yield cast(SingleCompute | Sharding, action), end - start
 
 
-def _footprint(schedule: Schedule, memory: Sequence[Sequence[Held]]) -> EvenFootprint:
-    """Return what the actions of each stage held and needed, beyond what was held before them.
+def _time_scale(
+    schedule: Schedule, timelines: Sequence[Timeline], usual: _Times
+) -> list[list[float]]:
+    """Return by stage and microbatch how long its actions took, as a multiple of the medians."""
+    found: defaultdict[tuple[type, StageId, MicrobatchId], list[float]] = defaultdict(list)
+    for action, time in _timed(timelines):
+        if not isinstance(action, SHARDING_TYPES):
+            found[type(action), action.stage, action.mb].append(time)
+    took, wanted = (
+        defaultdict[tuple[int, int], float](float),
+        defaultdict[tuple[int, int], float](float),
+    )
+    for (kind, stage, mb), times in found.items():
+        took[stage, mb] += statistics.median(times)
+        wanted[stage, mb] += usual[kind, stage]
+    return [
+        [_ratio(took[stage, mb], wanted[stage, mb]) for mb in range(schedule.num_microbatches)]
+        for stage in range(schedule.num_stages)
+    ]
+
+
+def _memory_scale(schedule: Schedule, memory: Sequence[Sequence[Held]]) -> tuple[float, ...]:
+    """Return by microbatch what its forwards left on all stages, as a multiple of the medians."""
+    found: defaultdict[StageId, dict[MicrobatchId, float]] = defaultdict(dict)
+    for action, net, _ in _measured(schedule, memory):
+        if isinstance(action, Forward):
+            found[action.stage][action.mb] = max(0.0, net)
+    usual = sum(statistics.median(of_stage.values()) for of_stage in found.values())
+    return tuple(
+        _ratio(sum(of_stage[mb] for of_stage in found.values()), usual)
+        for mb in range(schedule.num_microbatches)
+    )
+
+
+def _ratio(value: float, usual: float) -> float:
+    """Return a positive multiple; 1 if there is nothing to compare with."""
+    return max(_SMALLEST_SCALE, value / usual) if usual > 0 else 1.0
+
+
+def _measured(
+    schedule: Schedule, memory: Sequence[Sequence[Held]]
+) -> Iterator[tuple[SingleCompute | Sharding, float, float]]:
+    """Yield each action with what it left held and needed, beyond what was held before it."""
+    for order, levels in zip(schedule.orders, memory, strict=True):
+        before = 0.0
+        for action, level in zip(order, levels, strict=True):
+            rise = max(0.0, level.during - before)
+            yield cast(SingleCompute | Sharding, action), level.after - before, rise
+            before = level.after
+
+
+def _footprint(
+    schedule: Schedule, memory: Sequence[Sequence[Held]], scales: tuple[float, ...]
+) -> EvenFootprint:
+    """Return what the actions of each stage held and needed, as those of a microbatch of scale 1.
 
     What microbatches hold is a median, and what actions need is the most.
     """
     nets: defaultdict[tuple[type, StageId], list[float]] = defaultdict(list)
     rises: defaultdict[tuple[type, StageId], list[float]] = defaultdict(list)
-    for order, levels in zip(schedule.orders, memory, strict=True):
-        before = 0.0
-        for action, level in zip(order, levels, strict=True):
-            key = type(action), action.stage  # type: ignore[union-attr]  # no overlaps: see above
-            nets[key].append(level.after - before)
-            rises[key].append(max(0.0, level.during - before))
-            before = level.after
+    for action, net, rise in _measured(schedule, memory):
+        scale = 1.0
+        if scales and not isinstance(action, SHARDING_TYPES):
+            scale = scales[action.mb]
+        nets[type(action), action.stage].append(net / scale)
+        rises[type(action), action.stage].append(rise / scale)
 
     def needs(kind: type, stage: StageId) -> float:
         return max(rises[kind, stage], default=0.0)
@@ -99,6 +164,7 @@ def _footprint(schedule: Schedule, memory: Sequence[Sequence[Held]]) -> EvenFoot
         during_weight=tuple(needs(BackwardWeight, stage) for stage in stages),
         during_backward=tuple(needs(Backward, s) or halves[s] for s in stages),
         gathered=(0.0,) * schedule.num_stages,
+        memory_scale=scales,
     )
 
 

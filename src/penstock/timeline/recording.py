@@ -89,14 +89,17 @@ class Recording:
 
         return simulate(self.schedule, costs or self.costs())
 
-    def costs(self) -> CostTable:
+    def costs(self, *, by_microbatch: bool = False) -> CostTable:
         """Return the costs of the stages in the steps of `schedule`: medians, in seconds.
 
+        With `by_microbatch`, they have a scale for each microbatch, by its own times and memory.
         If the halves of a backward never ran, each is taken to be half of it. The delay of messages
         is the median over those whose receiver was already waiting when they were sent. Memory is
         in bytes if it was measured; otherwise a microbatch holds 1 on each rank.
         """
-        return recorded_costs(self.schedule, self._timelines, self.memory)
+        return recorded_costs(
+            self.schedule, self._timelines, self.memory, by_microbatch=by_microbatch
+        )
 
     def to_json(self) -> str:
         """Return the recording as JSON text, one line per step; `from_json` gives an equal one."""
