@@ -50,7 +50,7 @@ def test_memory_is_one_and_messages_take_no_time_if_nothing_is_given() -> None:
 @pytest.mark.parametrize("name", [*HELD, *EDGE_FIELDS])
 def test_one_number_stands_for_every_stage_or_edge(name: str) -> None:
     count = 2 if name in EDGE_FIELDS else 3
-    assert (2.5,) * count == getattr(table(**{name: 2.5}), name)
+    assert (0.5,) * count == getattr(table(**{name: 0.5}), name)
 
 
 def test_values_are_kept_in_order_whatever_holds_them() -> None:
@@ -222,6 +222,36 @@ def test_sharded_parameters_cost_nothing_unless_given() -> None:
     assert (0.5,) * 4 == costs.gather
     assert (1.0,) * 4 == costs.reduce
     assert (1.5,) * 4 == costs.gathered
+
+
+def test_recomputation_takes_as_long_as_a_forward_unless_given() -> None:
+    plain = CostTable.uniform(2, forward=3.0)
+    assert (3.0, 3.0) == plain.recompute
+    assert ((0.0, 0.0),) * 3 == (
+        plain.after_dropping,
+        plain.during_dropping,
+        plain.during_recompute,
+    )
+    costs = CostTable.uniform(4, stages_per_rank=2, recompute=5.0, after_dropping=1.0)
+    assert ((2.5,) * 4, (0.5,) * 4) == (costs.recompute, costs.after_dropping)
+    stage = StageCost(1, 2, 3, 4, 5, 6, after_dropping=2)
+    table = CostTable.of([stage, stage._replace(recompute=9)], [EdgeCost(0, 0)])
+    assert ((1, 9), (2, 2)) == (table.recompute, table.after_dropping)
+
+
+def test_more_memory_before_a_recomputation_than_after_it_is_rejected() -> None:
+    message = (
+        "after_dropping[1] is 3.0, but after_forward[1] is 2.0. "
+        "Expected at most that: what is recomputed is not held before."
+    )
+    with pytest.raises(CostError, match=re.escape(message)):
+        CostTable(
+            forward=[1, 1],
+            backward_input=[1, 1],
+            backward_weight=[1, 1],
+            after_forward=[3.0, 2.0],
+            after_dropping=3.0,
+        )
 
 
 def test_table_of_stages_has_what_they_have() -> None:

@@ -64,7 +64,7 @@ def test_letters_name_the_kind_and_the_stage() -> None:
     below = next(line for line in lines(DRAWN) if line.startswith("sharding"))
     assert "G0" in below
     assert "g3" in below  # A later stage of the rank.
-    assert "R0" in below
+    assert "S0" in below
 
 
 def test_picture_has_a_thin_lane_below_each_rank() -> None:
@@ -91,8 +91,8 @@ def test_page_has_the_collectives_of_each_rank() -> None:
         assert [bar.action.stage for bar in lane(rank)] == found["stages"]
         assert "".join(bar.kind.value for bar in lane(rank)) == found["kinds"]
         assert [] == found["microbatches"]
-    assert {"G", "R"} <= {kind["letter"] for kind in data["kinds"]}
-    assert {"G", "R"} <= timeline["colours"].keys()
+    assert {"G", "S"} <= {kind["letter"] for kind in data["kinds"]}
+    assert {"G", "S"} <= timeline["colours"].keys()
 
 
 def test_trace_has_a_thread_of_collectives_after_each_rank() -> None:

@@ -21,7 +21,7 @@ from penstock.ir import (
 
 EXPECTED = (
     "Expected a cell like 0F1 (stage, kind, microbatch), where kind is one of "
-    "F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B; or a pair like (0F2;3B1)OVERLAP_F_B; "
+    "F, B, I, W, R, SEND_F, RECV_F, SEND_B, RECV_B; or a pair like (0F2;3B1)OVERLAP_F_B; "
     "or a stage and one of UNSHARD, RESHARD, REDUCE_GRAD; or an empty cell."
 )
 PLAIN = Schedule(

@@ -6,7 +6,7 @@ from penstock.errors import ScheduleError
 from penstock.ir import Forward, Placement, Schedule, Unshard
 
 NEEDS = (
-    "A forward, a full backward and an input backward need the parameters of their stage. "
+    "Forwards, recomputations, full and input backwards need the parameters of their stage. "
     "Put 0UNSHARD before it, or move 0RESHARD after it."
 )
 REDUCED = (
@@ -25,6 +25,11 @@ ACCEPTED = {
     "inference": "0UNSHARD,0F0,0RESHARD\n",
 }
 REJECTED = {
+    "recomputation after the free": (
+        "0UNSHARD,0F0,0RESHARD,0R0,0UNSHARD,0B0\n",
+        "rank 0, position 3: 0R0 runs while stage 0 is not gathered\n"
+        f"  0UNSHARD 0F0 0RESHARD >0R0< 0UNSHARD 0B0\n{NEEDS}",
+    ),
     "forward before the gather": (
         "0F0,0UNSHARD,0B0\n",
         "rank 0, position 0: 0F0 runs while stage 0 is not gathered\n"

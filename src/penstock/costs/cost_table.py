@@ -22,13 +22,14 @@ _FORMAT = Format(
     remedy="measure the costs again",
 )
 DURING: Final = ("during_forward", "during_input", "during_weight", "during_backward")
-HELD: Final = ("after_forward", "after_input", *DURING)
+RECOMPUTING: Final = ("after_dropping", "during_dropping", "during_recompute")
+HELD: Final = ("after_forward", "after_input", *DURING, *RECOMPUTING)
 """The fields of memory that depends on the size of microbatches."""
 SHARDING: Final = ("gather", "reduce", "gathered")
 SCALES: Final = ("time_scale", "memory_scale")
 """The fields with a factor for each microbatch."""
 # Costs that many stages do not have. Files without them are as valid: older ones have none of them.
-_OPTIONAL = (*DURING, *SHARDING, *SCALES)
+_OPTIONAL = (*DURING, *RECOMPUTING, *SHARDING, *SCALES)
 _OF_EDGES = ("delay", "message_bytes", "bandwidth")
 
 
@@ -48,6 +49,11 @@ class StageCost(NamedTuple):
     gather: float = 0.0
     reduce: float = 0.0
     gathered: float = 0.0
+    after_dropping: float = 0.0
+    during_dropping: float = 0.0
+    during_recompute: float = 0.0
+    recompute: float | None = None
+    """That of the forward if it is None."""
 
 
 STAGE_COSTS: Final = tuple(StageCost.__annotations__)
@@ -99,6 +105,14 @@ class CostTable:
     """Time of reducing the gradients of a stage's weights over replicas."""
     gathered: tuple[float, ...]
     """Memory that a stage holds from the start of its gather until it is freed."""
+    recompute: tuple[float, ...]
+    """Time of running a forward once more for its backward; that of the forward if not given."""
+    after_dropping: tuple[float, ...]
+    """Memory that a microbatch holds from the start of an F that is recomputed to its R."""
+    during_dropping: tuple[float, ...]
+    """The most memory that such an F needs at any moment beyond what its rank held before it."""
+    during_recompute: tuple[float, ...]
+    """The same for R."""
     overlap_saving: float = 0.0
     """Share of the shorter half that an overlapped pair saves: 0 none, 1 all of it."""
     time_scale: tuple[tuple[float, ...], ...] = ()
@@ -125,6 +139,10 @@ class CostTable:
         gather: Iterable[float] | float = 0.0,
         reduce: Iterable[float] | float = 0.0,
         gathered: Iterable[float] | float = 0.0,
+        recompute: Iterable[float] | None = None,
+        after_dropping: Iterable[float] | float = 0.0,
+        during_dropping: Iterable[float] | float = 0.0,
+        during_recompute: Iterable[float] | float = 0.0,
         overlap_saving: float = 0.0,
         time_scale: Iterable[float] | Iterable[Iterable[float]] = (),
         memory_scale: Iterable[float] = (),
@@ -159,6 +177,10 @@ class CostTable:
             "gather": _spread("gather", gather, num_stages),
             "reduce": _spread("reduce", reduce, num_stages),
             "gathered": _spread("gathered", gathered, num_stages),
+            "recompute": stages if recompute is None else _each("recompute", recompute),
+            "after_dropping": _spread("after_dropping", after_dropping, num_stages),
+            "during_dropping": _spread("during_dropping", during_dropping, num_stages),
+            "during_recompute": _spread("during_recompute", during_recompute, num_stages),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -172,6 +194,9 @@ class CostTable:
         """Return the table of the given stages and of the edges between them."""
         by_stage, by_edge = list(stages), list(edges)
         of_stages: Any = {name: [getattr(x, name) for x in by_stage] for name in STAGE_COSTS}
+        of_stages["recompute"] = [
+            x.forward if x.recompute is None else x.recompute for x in by_stage
+        ]
         return cls(
             **of_stages,
             delay=[cost.delay for cost in by_edge],
@@ -200,6 +225,10 @@ class CostTable:
         gather: float = 0.0,
         reduce: float = 0.0,
         gathered: float = 0.0,
+        recompute: float | None = None,
+        after_dropping: float = 0.0,
+        during_dropping: float = 0.0,
+        during_recompute: float = 0.0,
         overlap_saving: float = 0.0,
         time_scale: Iterable[float] | Iterable[Iterable[float]] = (),
         memory_scale: Iterable[float] = (),
@@ -229,6 +258,10 @@ class CostTable:
             gather=gather * share,
             reduce=reduce * share,
             gathered=gathered * share,
+            recompute=None if recompute is None else [recompute * share] * num_stages,
+            after_dropping=after_dropping * share,
+            during_dropping=during_dropping * share,
+            during_recompute=during_recompute * share,
             overlap_saving=overlap_saving,
             time_scale=time_scale,
             memory_scale=memory_scale,
@@ -270,13 +303,16 @@ class CostTable:
     def to_json(self) -> str:
         """Return the table as JSON text, one line per field; `from_json` gives an equal one.
 
-        Memory during actions and costs of sharded parameters are left out if they are all zero, and
-        scales if there are none.
+        Memory during actions, costs of sharded parameters and of recomputation are left out if they
+        are all zero, the time of recomputation if it is that of forwards, and scales if there are
+        none.
         """
         values: dict[str, Any] = _FORMAT.header
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _OPTIONAL and not any(value):
+                continue
+            if field.name == "recompute" and value == self.forward:
                 continue
             values[field.name] = _as_json(value)
         lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
@@ -293,7 +329,7 @@ class CostTable:
         values = _FORMAT.parse(text)
         names = {field.name for field in fields(cls)}
         for problem, found in (
-            ("has no", names - values.keys() - {*_OPTIONAL}),
+            ("has no", names - values.keys() - {*_OPTIONAL, "recompute"}),
             ("has", values.keys() - names - {"format", "version"}),
         ):
             if found:
@@ -333,6 +369,14 @@ class CostTable:
                 )
             for index, value in enumerate(values):
                 _check_value(field.name, index, value)
+        for stage, (dropped, kept) in enumerate(
+            zip(self.after_dropping, self.after_forward, strict=True)
+        ):
+            if dropped > kept * (1 + 1e-9):  # Shares of equal amounts may be rounded.
+                raise CostError(
+                    f"after_dropping[{stage}] is {dropped}, but after_forward[{stage}] is {kept}. "
+                    "Expected at most that: what is recomputed is not held before."
+                )
         if math.inf in self.transfer:
             raise CostError(
                 f"message_bytes / bandwidth of edge {self.transfer.index(math.inf)} is infinite. "

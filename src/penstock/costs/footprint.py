@@ -32,6 +32,18 @@ class Footprint(Protocol):
         """The same for B."""
 
     @property
+    def after_dropping(self) -> Sequence[float]:
+        """The memory of a microbatch from the start of an F that is recomputed to its R."""
+
+    @property
+    def during_dropping(self) -> Sequence[float]:
+        """The most memory that an F needs which is recomputed, so that it drops its values."""
+
+    @property
+    def during_recompute(self) -> Sequence[float]:
+        """The same for R."""
+
+    @property
     def gathered(self) -> Sequence[float]:
         """The memory of parameters from the start of their gather until they are freed."""
 

@@ -44,6 +44,11 @@ class ShareCosts:
     gather: tuple[float, ...] = (0.0,)
     reduce: tuple[float, ...] = (0.0,)
     gathered: tuple[float, ...] = (0.0,)
+    recompute: tuple[float, ...] | None = None
+    """The time of recomputations; if not given, that of forwards."""
+    after_dropping: tuple[float, ...] = (0.0,)
+    during_dropping: tuple[float, ...] = (0.0,)
+    during_recompute: tuple[float, ...] = (0.0,)
     overlap_saving: float = 0.0
     time_scale: tuple[tuple[float, ...], ...] = ()
     """By part of the model and microbatch; see `CostTable`. Empty if all microbatches are alike."""
@@ -64,6 +69,7 @@ class ShareCosts:
             gather=_along(self.gather, placement),
             reduce=_along(self.reduce, placement),
             gathered=_along(self.gathered, placement),
+            recompute=None if self.recompute is None else _along(self.recompute, placement),
             overlap_saving=self.overlap_saving,
             time_scale=self._time_scale(placement),
             memory_scale=self.memory_scale,
@@ -135,6 +141,7 @@ class TableCosts:
             gather=along(costs.gather),
             reduce=along(costs.reduce),
             gathered=along(costs.gathered),
+            recompute=along(costs.recompute),
             overlap_saving=costs.overlap_saving,
             time_scale=costs.time_scale,
             memory_scale=costs.memory_scale,

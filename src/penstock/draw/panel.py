@@ -16,6 +16,7 @@ from penstock.ir import (
     Forward,
     Overlap,
     Rank,
+    Recompute,
     ReduceGrads,
     Unshard,
 )
@@ -32,8 +33,9 @@ class Kind(Enum):
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
+    RECOMPUTE = "R"
     GATHER = "G"
-    REDUCE = "R"
+    REDUCE = "S"
 
     @property
     def words(self) -> str:
@@ -45,6 +47,7 @@ _WORDS = {
     Kind.BACKWARD: "full backward",
     Kind.BACKWARD_INPUT: "input backward",
     Kind.BACKWARD_WEIGHT: "weight backward",
+    Kind.RECOMPUTE: "recomputation",
     Kind.GATHER: "gather",
     Kind.REDUCE: "reduction",
 }
@@ -53,13 +56,14 @@ _KINDS: dict[type[SingleCompute], Kind] = {
     Backward: Kind.BACKWARD,
     BackwardInput: Kind.BACKWARD_INPUT,
     BackwardWeight: Kind.BACKWARD_WEIGHT,
+    Recompute: Kind.RECOMPUTE,
 }
 
 
 class Bar(NamedTuple):
     """A bar on a rank's lane, or on that of its collectives. Halves of an overlap share the height.
 
-    It is a forward or backward, or a gather or reduction.
+    It is a compute, or a gather or reduction.
     """
 
     action: SingleCompute | Unshard | ReduceGrads

@@ -27,6 +27,7 @@ _COLOURS = {
     Kind.BACKWARD: "rail_idle",
     Kind.BACKWARD_INPUT: "yellow",
     Kind.BACKWARD_WEIGHT: "rail_load",
+    Kind.RECOMPUTE: "grey",
     Kind.GATHER: "rail_animation",
     Kind.REDUCE: "olive",
 }

@@ -3,6 +3,7 @@
 `str()` of an action is its cell in the text format, such as `2F0`: stage 2, forward, microbatch 0.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
 
@@ -52,6 +53,20 @@ class BackwardWeight:
 
     def __str__(self) -> str:
         return f"{self.stage}W{self.mb}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The forward of `stage` for `mb` once more, for its backward, which must follow.
+
+    The Forward of this stage and microbatch then keeps nothing but its inputs.
+    """
+
+    stage: StageId
+    mb: MicrobatchId
+
+    def __str__(self) -> str:
+        return f"{self.stage}R{self.mb}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,23 +170,24 @@ def _letter(message: Message) -> str:
     return "B" if message.is_gradient else "F"
 
 
-SingleCompute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
+SingleCompute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight | Recompute
 Compute: TypeAlias = SingleCompute | Overlap
 Comm: TypeAlias = Send | Recv
 Sharding: TypeAlias = Unshard | Reshard | ReduceGrads
 Action: TypeAlias = Compute | Comm | Sharding
 """One thing that a rank does."""
 
-SINGLE_COMPUTE_TYPES = (Forward, Backward, BackwardInput, BackwardWeight)
+SINGLE_COMPUTE_TYPES = (Forward, Backward, BackwardInput, BackwardWeight, Recompute)
 COMPUTE_TYPES = (*SINGLE_COMPUTE_TYPES, Overlap)
 # The backwards that the previous stage waits for.
 URGENT_BACKWARD_TYPES = (Backward, BackwardInput)
+BACKWARD_TYPES = (Backward, BackwardInput, BackwardWeight)
 COMM_TYPES = (Send, Recv)
 SHARDING_TYPES = (Unshard, Reshard, ReduceGrads)
 
 
 def is_compute(action: Action) -> TypeGuard[Compute]:
-    """Return whether `action` is a forward, a backward or an overlap."""
+    """Return whether `action` is a forward, a backward, a recomputation or an overlap."""
     return isinstance(action, COMPUTE_TYPES)
 
 
@@ -181,7 +197,7 @@ def parts(action: Action) -> tuple[SingleCompute | Comm | Sharding, ...]:
 
 
 def compute_parts(action: Action) -> tuple[SingleCompute, ...]:
-    """Return the forwards and backwards in `action`: two in an overlap, none if not a compute."""
+    """Return the computes in `action`: two in an overlap, none if it is not a compute."""
     # Called for every action, often: `match` would take twice as long.
     if isinstance(action, SINGLE_COMPUTE_TYPES):
         return (action,)
@@ -190,8 +206,13 @@ def compute_parts(action: Action) -> tuple[SingleCompute, ...]:
     return ()
 
 
+def recomputed_by(order: Iterable[Action]) -> frozenset[tuple[StageId, MicrobatchId]]:
+    """Return the stages and microbatches whose forwards an order runs again."""
+    return frozenset((a.stage, a.mb) for a in order if isinstance(a, Recompute))
+
+
 def gathered_stages(action: Action) -> tuple[StageId, ...]:
-    """Return the stages whose parameters `action` needs: those of its F, B and I.
+    """Return the stages whose parameters `action` needs: those of its F, B, I and R.
 
     A weight backward needs none: the input of a layer and the gradient of its output are enough.
     """
@@ -207,6 +228,7 @@ def in_words(action: Action) -> str:
         Backward: "backward",
         BackwardInput: "input backward",
         BackwardWeight: "weight backward",
+        Recompute: "recomputation",
         Unshard: "gathering the parameters",
         Reshard: "freeing the gathered parameters",
         ReduceGrads: "reducing the gradients",

@@ -8,7 +8,8 @@ So are the cells by which torch 2.15 waits for what it has started, such as 0WAI
 0WAIT_SEND_F1, which must follow it: our runtime knows itself when to wait. `format_csv` writes them
 if asked to, since torch 2.15 does not load sends and reductions without them.
 A message that skips stages also names its other end; torch has no cell for this. 0SEND_F1>3 goes
-from stage 0 to stage 3, where it is 3RECV_F1<0.
+from stage 0 to stage 3, where it is 3RECV_F1<0. Nor does torch have one for recomputation, 0R1: its
+loader refuses such a file.
 """
 
 import csv
@@ -26,6 +27,7 @@ from penstock.ir.action import (
     BackwardWeight,
     Forward,
     Overlap,
+    Recompute,
     Recv,
     ReduceGrads,
     Reshard,
@@ -44,6 +46,7 @@ _COMPUTES: Final[dict[str, Callable[[StageId, MicrobatchId], SingleCompute]]] = 
     "B": Backward,
     "I": BackwardInput,
     "W": BackwardWeight,
+    "R": Recompute,
 }
 _SHARDINGS: Final[dict[str, Callable[[StageId], Sharding]]] = {
     "UNSHARD": Unshard,
@@ -213,6 +216,11 @@ def _with_waits(order: Iterable[Action]) -> Iterator[str]:
                     "Leave the waits out: only Penstock can run this schedule."
                 )
             sent[action] = None
+        elif isinstance(action, Recompute):
+            raise ScheduleError(
+                f"{action} runs a forward again, for which torch has no cell. "
+                "Leave the waits out: only Penstock can run this schedule."
+            )
         for part in compute_parts(action):
             if isinstance(part, Backward | BackwardInput):
                 received = Send(Message(part.stage, part.stage + 1, part.mb))

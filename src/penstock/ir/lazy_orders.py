@@ -14,12 +14,12 @@ Order: TypeAlias = tuple[Action, ...]
 class LazyOrders(Sequence[Order]):
     """The orders of all ranks; each is made when it is first asked for, and kept.
 
-    `make(rank)` returns the actions of a rank: forwards, backwards and overlaps only.
+    `make(rank)` returns the actions of a rank: computes only.
 
     `stamps(rank, order)` returns a number for each action of that order, such as the time at which
     it would start. They grow along each order and from the maker of each message to its taker, so
     each rank can prove its own part free of deadlock: `verify(rank=...)` checks them. The stamps of
-    weight backwards do not matter.
+    weight backwards and recomputations do not matter.
 
     >>> from penstock.ir import Forward
     >>> orders = LazyOrders(256, lambda rank: [Forward(rank, 0)])
@@ -106,7 +106,7 @@ def _checked(order: Order, rank: Rank) -> Order:
     for kind in {type(action) for action in order}.difference(COMPUTE_TYPES):
         raise ScheduleError(
             f"the order of rank {rank} holds {kind.__name__}, but it is made when it is asked for, "
-            "and may hold forwards, backwards and overlaps only. Give the orders of all ranks as "
+            "and may hold computes only. Give the orders of all ranks as "
             "lists to use other actions."
         )
     return order

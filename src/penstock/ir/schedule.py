@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from penstock.costs.footprint import Footprint
 from penstock.errors import ScheduleError
 from penstock.ir.action import (
+    BACKWARD_TYPES,
     COMM_TYPES,
     COMPUTE_TYPES,
     SHARDING_TYPES,
     Action,
     Backward,
     BackwardWeight,
-    Forward,
     compute_parts,
 )
 from penstock.ir.csv_text import format_csv, parse_csv
@@ -112,7 +112,7 @@ class Schedule:
         # Ranks that do not agree are refused, so one of them is enough.
         orders = self.orders[:1] if isinstance(self.orders, LazyOrders) else self.orders
         return any(
-            not isinstance(part, Forward)
+            isinstance(part, BACKWARD_TYPES)
             for order in orders
             for action in order
             for part in compute_parts(action)

@@ -15,12 +15,13 @@ from penstock.ir import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Recompute,
     Reshard,
     Schedule,
     StageId,
     Unshard,
 )
-from penstock.ir.action import SingleCompute, compute_parts
+from penstock.ir.action import BACKWARD_TYPES, SingleCompute, compute_parts, recomputed_by
 
 ROUNDING: Final = 1 + 1e-9  # Sums of the same numbers in another order may differ by this much.
 
@@ -35,6 +36,9 @@ class EvenFootprint(NamedTuple):
     during_weight: tuple[float, ...]
     during_backward: tuple[float, ...]
     gathered: tuple[float, ...]
+    after_dropping: tuple[float, ...]
+    during_dropping: tuple[float, ...]
+    during_recompute: tuple[float, ...]
     memory_scale: tuple[float, ...] = ()
 
     @property
@@ -49,7 +53,7 @@ def whole_shares(schedule: Schedule) -> EvenFootprint:
     num_held = Counter(ranks)
     share = tuple(1 / num_held[rank] for rank in ranks)
     none = (0.0,) * len(ranks)
-    return EvenFootprint(share, share, none, none, none, none, none)
+    return EvenFootprint(share, share, *(none,) * 8)
 
 
 class Held(NamedTuple):
@@ -101,12 +105,20 @@ class Change(NamedTuple):
 def stage_changes(footprint: Footprint, stage: StageId) -> dict[type[SingleCompute], Change]:
     """Return what each kind of action of a stage does to memory, before `memory_scale`."""
     kept, left = footprint.after_forward[stage], footprint.after_input[stage]
+    again = kept - footprint.after_dropping[stage]
     return {
         Forward: Change(max(kept, footprint.during_forward[stage]), kept),
         BackwardInput: Change(footprint.during_input[stage], left - kept),
         BackwardWeight: Change(footprint.during_weight[stage], -left),
         Backward: Change(footprint.during_backward[stage], -kept),
+        Recompute: Change(max(again, footprint.during_recompute[stage]), again),
     }
+
+
+def dropping_change(footprint: Footprint, stage: StageId) -> Change:
+    """Return what a forward does to memory if it is recomputed, so that it drops its values."""
+    kept = footprint.after_dropping[stage]
+    return Change(max(kept, footprint.during_dropping[stage]), kept)
 
 
 def held_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterator[Held]:
@@ -122,15 +134,21 @@ def changes_along(schedule: Schedule, rank: int, footprint: Footprint) -> Iterat
     """Yield what each action of `rank` changes.
 
     What a backward frees is held until its end. If the order has no backward, as in inference, a
-    forward frees what it allocated. A gather allocates until its free.
+    forward frees what it allocated; one that is recomputed keeps its inputs. A gather allocates
+    until its free.
     """
     order = schedule.orders[rank]
-    keeps = any(not isinstance(part, Forward) for action in order for part in compute_parts(action))
+    keeps = any(
+        isinstance(part, BACKWARD_TYPES) for action in order for part in compute_parts(action)
+    )
+    recomputed = recomputed_by(order)
     changes_of = cache(lambda stage: stage_changes(footprint, stage))
     scales = footprint.memory_scale
 
     def change_of(part: SingleCompute) -> Change:
         change: Change = changes_of(part.stage)[type(part)]
+        if isinstance(part, Forward) and (part.stage, part.mb) in recomputed:
+            change = dropping_change(footprint, part.stage)
         if scales:
             change = change.times(scales[part.mb])
         return change if keeps else Change(change.rise, 0.0)

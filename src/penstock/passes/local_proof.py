@@ -2,7 +2,7 @@
 
 The algorithm gives every F, I and B a number, its stamp. A rank checks that
 
-1. stamps grow along its own order; W does not count, since nothing waits for it,
+1. stamps grow along its own order; W and R do not count, as no other rank waits for them,
 2. the maker of every message that it needs has a smaller stamp.
 
 In a circle of waits, each action waits for one before it on its rank, or for the maker of a
@@ -13,8 +13,8 @@ Values that skip stages add none: see `Dataflow`.
 from collections.abc import Iterable
 
 from penstock.errors import ScheduleError
-from penstock.ir import BackwardWeight, Forward, LazyOrders, Rank, Schedule
-from penstock.ir.action import compute_parts
+from penstock.ir import BackwardWeight, Forward, LazyOrders, Rank, Recompute, Schedule
+from penstock.ir.action import BACKWARD_TYPES, compute_parts
 from penstock.ir.dataflow import Dataflow
 from penstock.ir.excerpts import error_at
 from penstock.ir.lazy_orders import Order
@@ -43,7 +43,7 @@ def find_unproved(schedule: Schedule, rank: Rank) -> ScheduleError | None:
     made = _stamps_of_makers(orders, [rank, *partners])
     previous: int | None = None
     for position, (action, stamp) in enumerate(zip(order, orders.stamps_of(rank), strict=True)):
-        if isinstance(action, BackwardWeight):
+        if isinstance(action, BackwardWeight | Recompute):
             continue
         late = ""
         if previous is not None and stamp <= previous:
@@ -77,10 +77,12 @@ def _stamps_of_makers(
         (not isinstance(part, Forward), part.stage, part.mb): stamp
         for rank in ranks
         for action, stamp in zip(orders[rank], orders.stamps_of(rank), strict=True)
-        if not isinstance(action, BackwardWeight)
+        if not isinstance(action, BackwardWeight | Recompute)
         for part in compute_parts(action)
     }
 
 
 def _has_backward(order: Order) -> bool:
-    return any(not isinstance(part, Forward) for action in order for part in compute_parts(action))
+    return any(
+        isinstance(part, BACKWARD_TYPES) for action in order for part in compute_parts(action)
+    )

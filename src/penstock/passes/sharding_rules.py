@@ -61,7 +61,7 @@ def _find_fault(
             if stage in freed:
                 return (
                     f"{action} runs while stage {stage} is not gathered",
-                    "A forward, a full backward and an input backward need the parameters of "
+                    "Forwards, recomputations, full and input backwards need the parameters of "
                     f"their stage. Put {Unshard(stage)} before it, or move {Reshard(stage)} after "
                     "it.",
                 )

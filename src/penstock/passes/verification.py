@@ -10,6 +10,7 @@ from penstock.ir import (
     Forward,
     Overlap,
     Rank,
+    Recompute,
     Schedule,
     Send,
 )
@@ -43,7 +44,7 @@ def verify(
 
     1. Every action is on the rank of its stage, and occurs once.
     2. I or B comes after F, and W after I; nothing is missing. For inference, a schedule may have
-       no backwards at all.
+       no backwards at all. R comes after F and before I or B, or not at all.
     3. If there are sends or receives, each message between ranks has a send, after the action that
        makes it. If there are receives, each message has one, before the action that needs it, and
        both ends of a channel have the same order.
@@ -90,12 +91,13 @@ def _check_part(schedule: Schedule, rank: Rank) -> None:
 
 
 class _Seen:
-    """The forwards and halves of backwards seen so far, as stage * num_microbatches + mb."""
+    """The computes seen so far, as stage * num_microbatches + mb; a B counts as both halves."""
 
     def __init__(self) -> None:
         self.forwards: set[int] = set()
         self.inputs: set[int] = set()
         self.weights: set[int] = set()
+        self.recomputed: set[int] = set()
 
 
 def _check_actions(schedule: Schedule, ranks: Sequence[Rank]) -> None:
@@ -163,6 +165,11 @@ def _find_fault(
             f"{part} runs before {stage}{letter}{mb}",
             f"It must follow the {kind} of the same stage and microbatch. Move it later.",
         )
+    if isinstance(part, Recompute) and key in seen.inputs:
+        return (
+            f"{part} runs after the backward that needs it",
+            f"It must come before {stage}I{mb} or {stage}B{mb}. Move it earlier, or remove it.",
+        )
     for keys in done:
         keys.add(key)
     return None
@@ -178,12 +185,14 @@ def _does_and_needs(
         return (seen.inputs, seen.weights), seen.forwards
     if isinstance(part, BackwardInput):
         return (seen.inputs,), seen.forwards
+    if isinstance(part, Recompute):
+        return (seen.recomputed,), seen.forwards
     return (seen.weights,), seen.inputs
 
 
 def _check_complete(schedule: Schedule, ranks: Sequence[Rank], seen: _Seen) -> None:
     kinds = [(seen.forwards, "F"), (seen.inputs, "I"), (seen.weights, "W")]
-    if not seen.inputs and not seen.weights:
+    if not (seen.inputs or seen.weights or seen.recomputed):
         kinds = kinds[:1]  # Inference.
     m = schedule.num_microbatches
     stages = [stage for stage, rank in enumerate(schedule.placement.ranks) if rank in ranks]

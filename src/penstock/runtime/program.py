@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from penstock.errors import ScheduleError
 from penstock.ir import (
     Action,
     Backward,
@@ -16,6 +17,7 @@ from penstock.ir import (
     BackwardWeight,
     Message,
     Rank,
+    Recompute,
     ReduceGrads,
     Reshard,
     Schedule,
@@ -86,6 +88,7 @@ def make_program(
     The gradients of the rank's `sharded` stages are reduced once, after their last backward.
     """
     verify(schedule, rank=rank)
+    _refuse_recompute(schedule, rank)
     sends = flow_of_sends(schedule, skips)
     flow = Dataflow(schedule, skips)
     order = tuple(with_sends(schedule.orders[rank], sends))
@@ -105,6 +108,14 @@ def make_program(
             [Channel(sender, rank) for sender in arriving] + list(map(flow.channel, sent_by(order)))
         ),
     )
+
+
+def _refuse_recompute(schedule: Schedule, rank: Rank) -> None:
+    if again := next((a for a in schedule.orders[rank] if isinstance(a, Recompute)), None):
+        raise ScheduleError(
+            f"rank {rank} has {again}, which runs a forward again. Such schedules can be planned, "
+            "but not run yet: call remove_recompute(schedule)."
+        )
 
 
 def _sent_to(receiver: Rank, order: Order, flow: Dataflow) -> Iterator[Message]:

@@ -18,6 +18,7 @@ from penstock.ir import (
     Forward,
     Overlap,
     Rank,
+    Recompute,
     Recv,
     ReduceGrads,
     Schedule,
@@ -73,6 +74,8 @@ def duration(action: Action, costs: CostTable) -> float:
         time = costs.backward_input[action.stage]
     elif isinstance(action, BackwardWeight):
         time = costs.backward_weight[action.stage]
+    elif isinstance(action, Recompute):
+        time = costs.recompute[action.stage]
     elif isinstance(action, Overlap):
         halves = duration(action.forward, costs), duration(action.backward, costs)
         return sum(halves) - costs.overlap_saving * min(halves)

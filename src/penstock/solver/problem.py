@@ -212,7 +212,10 @@ class Problem:
 
 
 def codes(schedule: Schedule) -> list[Order]:
-    """Return the orders of a schedule as codes; the parts of an overlap follow one another."""
+    """Return the orders of a schedule as codes; the parts of an overlap follow one another.
+
+    It must not recompute anything.
+    """
     return [
         [
             4 * part.stage + _KIND_OF[type(part)]

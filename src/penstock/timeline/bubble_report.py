@@ -11,6 +11,7 @@ from penstock.costs.cost_table import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import Action, Rank, Unshard
 from penstock.ir.action import (
+    BACKWARD_TYPES,
     SHARDING_TYPES,
     Forward,
     compute_parts,
@@ -251,4 +252,4 @@ def _has_forward(action: Action) -> bool:
 
 
 def _has_backward(action: Action) -> bool:
-    return any(not isinstance(part, Forward) for part in compute_parts(action))
+    return any(isinstance(part, BACKWARD_TYPES) for part in compute_parts(action))

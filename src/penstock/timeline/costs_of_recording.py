@@ -12,12 +12,13 @@ from penstock.ir import (
     BackwardWeight,
     Forward,
     MicrobatchId,
+    Recompute,
     ReduceGrads,
     Schedule,
     StageId,
     Unshard,
 )
-from penstock.ir.action import SHARDING_TYPES, Sharding, SingleCompute
+from penstock.ir.action import SHARDING_TYPES, Sharding, SingleCompute, recomputed_by
 from penstock.ir.dataflow import Dataflow
 from penstock.ir.message import Message
 from penstock.ir.walking import walk
@@ -26,6 +27,10 @@ from penstock.timeline.timeline import Timeline
 
 _Times: TypeAlias = dict[tuple[type, StageId], float]
 _SMALLEST_SCALE = 1e-6  # Of a microbatch that took no time at all.
+
+
+class _Dropping:
+    """The kind of a forward that is recomputed."""
 
 
 def recorded_costs(
@@ -38,8 +43,10 @@ def recorded_costs(
     """Return medians over all microbatches of these timelines.
 
     With `by_microbatch`, a microbatch has its own share of them as its scale. If the halves of
-    a backward never ran, each is taken to be half of it. If no memory was measured at the actions
-    of the schedule, a microbatch holds 1 on a rank.
+    a backward never ran, each is taken to be half of it. If no forward ran again, that is taken to
+    be as long as a forward, and to have kept all; if all of them did, a forward is taken to keep
+    what was held after the second. If no memory was measured at the actions of the schedule, a
+    microbatch holds 1 on a rank.
     """
     times = _median_times(timelines)
     stages = range(schedule.num_stages)
@@ -58,6 +65,7 @@ def recorded_costs(
         gather=[times.get((Unshard, stage), 0.0) for stage in stages],
         reduce=[times.get((ReduceGrads, stage), 0.0) for stage in stages],
         time_scale=_time_scale(schedule, timelines, times) if by_microbatch else (),
+        recompute=[times.get((Recompute, stage), times[Forward, stage]) for stage in stages],
     )
 
 
@@ -101,11 +109,16 @@ def _time_scale(
 
 
 def _memory_scale(schedule: Schedule, memory: Sequence[Sequence[Held]]) -> tuple[float, ...]:
-    """Return by microbatch what its forwards left on all stages, as a multiple of the medians."""
-    found: defaultdict[StageId, dict[MicrobatchId, float]] = defaultdict(dict)
+    """Return by microbatch what its forwards left on all stages, as a multiple of the medians.
+
+    If a forward is recomputed, that is what is held afterwards.
+    """
+    found: defaultdict[StageId, defaultdict[MicrobatchId, float]] = defaultdict(
+        lambda: defaultdict(float)
+    )
     for action, net, _ in _measured(schedule, memory):
-        if isinstance(action, Forward):
-            found[action.stage][action.mb] = max(0.0, net)
+        if isinstance(action, Forward | Recompute):
+            found[action.stage][action.mb] += max(0.0, net)
     usual = sum(statistics.median(of_stage.values()) for of_stage in found.values())
     return tuple(
         _ratio(sum(of_stage[mb] for of_stage in found.values()), usual)
@@ -139,22 +152,31 @@ def _footprint(
     """
     nets: defaultdict[tuple[type, StageId], list[float]] = defaultdict(list)
     rises: defaultdict[tuple[type, StageId], list[float]] = defaultdict(list)
-    for action, net, rise in _measured(schedule, memory):
+    recomputed = frozenset[tuple[StageId, MicrobatchId]]().union(
+        *map(recomputed_by, schedule.orders)
+    )
+    for action, net_bytes, rise in _measured(schedule, memory):
         scale = 1.0
         if scales and not isinstance(action, SHARDING_TYPES):
             scale = scales[action.mb]
-        nets[type(action), action.stage].append(net / scale)
-        rises[type(action), action.stage].append(rise / scale)
+        drops = isinstance(action, Forward) and (action.stage, action.mb) in recomputed
+        kind = _Dropping if drops else type(action)
+        nets[kind, action.stage].append(net_bytes / scale)
+        rises[kind, action.stage].append(rise / scale)
 
     def needs(kind: type, stage: StageId) -> float:
         return max(rises[kind, stage], default=0.0)
 
+    def net(kind: type, stage: StageId) -> float:
+        return statistics.median(nets[kind, stage] or [0.0])
+
     stages = range(schedule.num_stages)
-    kept = [max(0.0, statistics.median(nets[Forward, stage])) for stage in stages]
-    left = [
-        max(0.0, kept[stage] + statistics.median(nets[BackwardInput, stage] or [0.0]))
-        for stage in stages
+    dropped = [max(0.0, net(_Dropping, stage)) for stage in stages]
+    kept = [
+        max(0.0, net(Forward, s) if nets[Forward, s] else dropped[s] + net(Recompute, s))
+        for s in stages
     ]
+    left = [max(0.0, kept[stage] + net(BackwardInput, stage)) for stage in stages]
     halves = [max(needs(BackwardInput, s), needs(BackwardWeight, s)) for s in stages]
     return EvenFootprint(
         after_forward=tuple(kept),
@@ -164,6 +186,11 @@ def _footprint(
         during_weight=tuple(needs(BackwardWeight, stage) for stage in stages),
         during_backward=tuple(needs(Backward, s) or halves[s] for s in stages),
         gathered=(0.0,) * schedule.num_stages,
+        after_dropping=tuple(
+            min(kept[s], dropped[s]) if nets[_Dropping, s] else kept[s] for s in stages
+        ),
+        during_dropping=tuple(needs(_Dropping, stage) for stage in stages),
+        during_recompute=tuple(needs(Recompute, stage) for stage in stages),
         memory_scale=scales,
     )
 

@@ -13,7 +13,7 @@ from numbers import Real
 from penstock.costs import CostTable
 from penstock.errors import CostError, ScheduleError
 from penstock.extras import needed_by
-from penstock.ir import Forward, Placement, Schedule
+from penstock.ir import Forward, Placement, Recompute, Schedule
 from penstock.ir.action import compute_parts
 from penstock.schedules.generator import Clock
 from penstock.sim import simulate
@@ -129,6 +129,11 @@ def _plain(hint: Schedule, placement: Placement, num_microbatches: int) -> Sched
             f"Expected {num_microbatches} and {placement}: the same as in the other arguments."
         )
     orders = [[part for action in order for part in compute_parts(action)] for order in hint.orders]
+    if any(isinstance(action, Recompute) for order in orders for action in order):
+        raise ScheduleError(
+            "hint recomputes forwards, which the exact solver does not. Give it "
+            "remove_recompute(hint)."
+        )
     if all(isinstance(action, Forward) for order in orders for action in order):
         raise ScheduleError("hint has no backwards. Expected a schedule for training.")
     return Schedule(orders, placement, num_microbatches)
