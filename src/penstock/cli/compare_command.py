@@ -8,6 +8,7 @@ from penstock.cli.costs_option import choose_stages_per_rank, read_costs, with_g
 from penstock.cli.facts import facts_of
 from penstock.cli.gathers_option import read_gathers
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
+from penstock.cli.lengths_option import read_lengths
 from penstock.cli.options import (
     AsJson,
     ClockName,
@@ -15,10 +16,12 @@ from penstock.cli.options import (
     Delay,
     GatherCosts,
     GathersOrAuto,
+    LengthsText,
     Memory,
     Microbatches,
     Ranks,
     StagesPerRank,
+    WorkText,
 )
 from penstock.cli.screen import print_json, print_table, sign_of_life
 from penstock.costs.amounts import to_caps
@@ -41,6 +44,8 @@ def compare(
     stages_per_rank: StagesPerRank = None,
     costs: CostsText = None,
     delay: Delay = None,
+    lengths: LengthsText = None,
+    work: WorkText = None,
     gather_costs: GatherCosts = None,
     gathers: GathersOrAuto = None,
     memory: Memory = None,
@@ -61,10 +66,11 @@ def compare(
     penstock compare best.csv --costs costs.json --clock span
     penstock compare --gathers auto --gather-costs 0.5,0.5,2 --memory 6
     """
-    shape = ShapeOptions(ranks, microbatches, None)
+    sizes = read_lengths(lengths, work)
+    shape = ShapeOptions(ranks, microbatches, None, sizes.num_microbatches)
     named = None if costs is None else read_costs(costs, delay)
     given = read_schedules(files or [], shape, named)
-    chosen = with_gather_costs(choose_costs(given, named, delay), gather_costs)
+    chosen = sizes.apply(with_gather_costs(choose_costs(given, named, delay), gather_costs))
     numbers = shape.of(given[0].schedule if given else None, chosen)
     for one in given:
         _check_same(one, *numbers)

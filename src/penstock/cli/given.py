@@ -28,17 +28,25 @@ class ShapeOptions(NamedTuple):
     ranks: int | None
     microbatches: int | None
     stages_per_rank: int | None
+    lengths: int | None = None
+    """The number of lengths of microbatches."""
 
     def of(self, schedule: Schedule | None, costs: GivenCosts | None) -> tuple[int, int]:
         """Return the numbers of ranks and microbatches.
 
         They are those given, or those of `schedule` or of the recording that the costs are from,
-        or the defaults.
+        or the defaults. If microbatches differ in size, there are as many as have a size.
         """
         if schedule is None and costs is not None:
             schedule = costs.schedule
+        sized = self.lengths or (costs.num_microbatches if costs else None)
+        if self.microbatches is not None and sized not in (None, self.microbatches):
+            raise OptionError(
+                f"--microbatches is {self.microbatches}, but {sized} microbatches of different "
+                "sizes are given. Leave it out."
+            )
         usual = (
-            (_usual_ranks(costs), _NUM_MICROBATCHES)
+            (_usual_ranks(costs), sized or _NUM_MICROBATCHES)
             if schedule is None
             else (schedule.num_ranks, schedule.num_microbatches)
         )

@@ -45,6 +45,23 @@ Delay: TypeAlias = Annotated[
         help="Time that a message between ranks takes.",
     ),
 ]
+LengthsText: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths",
+        metavar="N,N,…",
+        help="Tokens of each microbatch. The costs are then those of a microbatch of mean length.",
+    ),
+]
+WorkText: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--work",
+        metavar="A,B",
+        help="Times of microbatches by --lengths: A for each token, B for its squared length; 1,0 "
+        "if not given.",
+    ),
+]
 GatherCosts: TypeAlias = Annotated[
     str | None,
     typer.Option(

@@ -11,6 +11,7 @@ from penstock.cli.facts import facts_of
 from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.gathers_option import read_gathers
 from penstock.cli.given import ShapeOptions
+from penstock.cli.lengths_option import read_lengths
 from penstock.cli.options import (
     AsJson,
     ClockName,
@@ -19,11 +20,13 @@ from penstock.cli.options import (
     Effort,
     GatherCosts,
     GathersOrAuto,
+    LengthsText,
     Memory,
     Microbatches,
     Output,
     Ranks,
     Seconds,
+    WorkText,
 )
 from penstock.cli.screen import print_json, print_table, sign_of_life
 from penstock.costs.amounts import to_caps
@@ -61,6 +64,8 @@ def search(
     ] = None,
     costs: CostsText = None,
     delay: Delay = None,
+    lengths: LengthsText = None,
+    work: WorkText = None,
     gather_costs: GatherCosts = None,
     gathers: GathersOrAuto = None,
     memory: Memory = None,
@@ -91,7 +96,8 @@ def search(
     if as_json and output == PIPE:
         raise OptionError("--json and --output - would both print. Give one of them.")
     check_output(output, inputs=[] if costs is None else [costs])
-    chosen = with_gather_costs(read_costs(costs, delay), gather_costs)
+    sizes = read_lengths(lengths, work)
+    chosen = sizes.apply(with_gather_costs(read_costs(costs, delay), gather_costs))
     policy = read_gathers(gathers)
     num_ranks, num_microbatches = ShapeOptions(ranks, microbatches, None).of(None, chosen)
     groups = _placements(chosen, num_ranks, stages_per_rank, placement or [])

@@ -8,15 +8,18 @@ import typer
 from penstock.cli.costs_option import read_costs, with_gather_costs
 from penstock.cli.files import PIPE, check_output
 from penstock.cli.given import Given, ShapeOptions, choose_costs, read_schedules
+from penstock.cli.lengths_option import read_lengths
 from penstock.cli.options import (
     CostsText,
     Delay,
     GatherCosts,
     GathersText,
+    LengthsText,
     Microbatches,
     Names,
     Ranks,
     StagesPerRank,
+    WorkText,
 )
 from penstock.cli.screen import console
 from penstock.costs.given_costs import GivenCosts, ShareCosts
@@ -34,6 +37,8 @@ def show(
     stages_per_rank: StagesPerRank = None,
     costs: CostsText = None,
     delay: Delay = None,
+    lengths: LengthsText = None,
+    work: WorkText = None,
     gather_costs: GatherCosts = None,
     gathers: GathersText = None,
     output: Annotated[
@@ -76,9 +81,10 @@ def show(
     check_output(output, inputs=names)
     _check_dark(dark, output)
     named = None if costs is None else read_costs(costs, delay)
-    shape = ShapeOptions(ranks, microbatches, stages_per_rank)
+    sizes = read_lengths(lengths, work)
+    shape = ShapeOptions(ranks, microbatches, stages_per_rank, sizes.num_microbatches)
     given = read_schedules(names, shape, named, gathers=gathers)
-    chosen = with_gather_costs(choose_costs(given, named, delay), gather_costs)
+    chosen = sizes.apply(with_gather_costs(choose_costs(given, named, delay), gather_costs))
     for one in given:
         if one.recording is not None and isinstance(chosen, ShareCosts):
             raise OptionError(

@@ -7,16 +7,19 @@ import typer
 from penstock.cli.costs_option import read_costs, with_gather_costs
 from penstock.cli.facts import facts_of
 from penstock.cli.given import Given, ShapeOptions, choose_costs, describe_shape, read_schedules
+from penstock.cli.lengths_option import read_lengths
 from penstock.cli.options import (
     AsJson,
     CostsText,
     Delay,
     GatherCosts,
     GathersText,
+    LengthsText,
     Microbatches,
     Names,
     Ranks,
     StagesPerRank,
+    WorkText,
 )
 from penstock.cli.screen import print_json, print_table
 from penstock.draw.panel import Panel
@@ -32,6 +35,8 @@ def simulate(
     stages_per_rank: StagesPerRank = None,
     costs: CostsText = None,
     delay: Delay = None,
+    lengths: LengthsText = None,
+    work: WorkText = None,
     gather_costs: GatherCosts = None,
     gathers: GathersText = None,
     blocking: Annotated[
@@ -47,13 +52,14 @@ def simulate(
     \b
     penstock simulate ZB-V -p 4 -m 8
     penstock simulate 1F1B ZB-H1 -p 8 -m 32 --costs 1,1,0.8 --delay 0.1
-    penstock simulate best.csv --costs costs.json --json
     penstock simulate ZB-V --gathers per-need --gather-costs 0.5,0.5,2
+    penstock simulate ZB-H1 -p 2 --lengths 512,2048,1024,512 --work 1,0.0002
     """
     named = None if costs is None else read_costs(costs, delay)
-    shape = ShapeOptions(ranks, microbatches, stages_per_rank)
+    sizes = read_lengths(lengths, work)
+    shape = ShapeOptions(ranks, microbatches, stages_per_rank, sizes.num_microbatches)
     given = read_schedules(names, shape, named, gathers=gathers)
-    chosen = with_gather_costs(choose_costs(given, named, delay), gather_costs)
+    chosen = sizes.apply(with_gather_costs(choose_costs(given, named, delay), gather_costs))
     panels = [
         Panel(
             one.name,
