@@ -243,6 +243,34 @@ def test_no_cut_within_the_slack_has_a_faster_slowest_stage_nor_one_like_it_a_fa
     assert min(map(both, within)) == both(starts)
 
 
+@pytest.mark.fuzz
+@examples(60, long=20_000)
+@given(problem=two_per_rank(), slack=st.sampled_from([0, 0.05, 0.5]))
+def test_no_layer_moved_from_one_stage_to_another_makes_a_cut_more_even(
+    problem: Problem, slack: float
+) -> None:
+    fitting = problem.all_starts()
+    if not fitting:
+        return
+    starts = problem.balance(slack=slack).starts
+    for moved in fitting:
+        shifts = [new - old for old, new in zip(starts, moved, strict=True)]
+        moves = "".join(map(str, map(abs, shifts))).strip("0")
+        if {*moves} == {"1"} and len({*shifts} - {0}) == 1:
+            assert (
+                problem.squares(moved) >= problem.squares(starts)
+                or problem.slowest(moved) > problem.slowest(starts)
+                or problem.slowest_stage(moved) > problem.slowest_stage(starts)
+            )
+
+
+def test_only_one_rank_of_a_loop_is_as_slow_as_the_slowest_and_the_rest_is_even() -> None:
+    """With a heavy last layer, the slowest rank leaves the others room to be uneven in."""
+    costs = [1.0] * 16 + [6.0]
+    cut = balance(costs, 8, placement=Placement.loop(4, stages_per_rank=2))
+    assert (3, 3, 2, 1, 3, 2, 2, 6) == cut.stage_costs
+
+
 OTHER_PLACEMENTS = [
     Placement.loop(2, stages_per_rank=3),
     Placement.v(2, stages_per_rank=3),

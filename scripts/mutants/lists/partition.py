@@ -36,6 +36,12 @@ MUTANTS = [
         "return nearest if nearest >= exact else math.nextafter(nearest, math.inf)",
         "return nearest",
     ),
+    ("partition/evening.py", "<= heaviest_stage", "<= heaviest_rank"),
+    (
+        "partition/evening.py",
+        "max(limit.load.of_ranks(moved, placement)) <= limit.most",
+        "limit.most >= 0",
+    ),
     ("partition/memory_limit.py", "base + count * share", "base + share"),
     ("partition/balancing.py", "if max(by_rank) > limit.most:", "if by_rank[0] > limit.most:"),
 ]

@@ -6,6 +6,7 @@ from fractions import Fraction
 from penstock.errors import PartitionError
 from penstock.ir.placement import Placement
 from penstock.partition.checked_floats import to_float, to_floats
+from penstock.partition.evening import even_out
 from penstock.partition.layer_ranges import Partition
 from penstock.partition.load import Limit, Load
 from penstock.partition.memory_limit import MemoryLimit
@@ -45,7 +46,8 @@ def balance(
       the result has the fastest slowest stage. With `slack`, the slowest rank may be slower by that
       share of its cost (0.02 is 2 %) if that makes the slowest stage faster. No cut within the
       slack has a faster slowest stage, and of those with the same slowest stage, none has a faster
-      slowest rank. For any other placement `slack` has no effect.
+      slowest rank. Within both, stages are made more even, one layer at a time. For any other
+      placement `slack` has no effect.
     - Any other: no cut has a faster slowest stage, and the result is the most even of those; a cut
       with a faster slowest rank may exist. `memory` is only checked: a cut that fits may exist
       even if the check fails.
@@ -82,10 +84,10 @@ def _cut_within(
         assert lightest is not None, "without a limit there is always a cut"
         raise PartitionError(
             f"No cut into {time.num_stages} stages fits memory.cap, which is {memory.cap}. "
-            f"Expected at least {load.to_float(max(_by_rank(load, lightest, placement)))}. "
+            f"Expected at least {load.to_float(max(load.of_ranks(lightest, placement)))}. "
             "Raise the cap, or use more ranks or fewer microbatches in flight."
         )
-    by_rank = _by_rank(load, starts, placement)
+    by_rank = load.of_ranks(starts, placement)
     if max(by_rank) > limit.most:
         raise PartitionError(
             f"Rank {by_rank.index(max(by_rank))} would need {load.to_float(max(by_rank))} of "
@@ -102,19 +104,12 @@ def _cut(load: Load, limit: Limit, placement: Placement, slack: Fraction) -> tup
     there, back = placement.ranks[:num_ranks], placement.ranks[num_ranks:]
     if len(set(there)) == num_ranks and back in (there, there[::-1]):
         cut = cut_v if back == there[::-1] else cut_loop
-        return cut(load, limit, slack)
+        starts = cut(load, limit, slack)
+        return None if starts is None else even_out(load, limit, placement, starts)
     if back:  # Some rank has several stages, in a placement that no search here handles.
         limit = Limit.none(load)
     maximum = least_maximum(load, limit)
     return None if maximum is None else most_even(load, limit, maximum)
-
-
-def _by_rank(load: Load, starts: tuple[int, ...], placement: Placement) -> list[int]:
-    by_stage = load.of_stages(starts)
-    return [
-        sum(by_stage[stage] for stage in placement.stages_of(rank))
-        for rank in range(placement.num_ranks)
-    ]
 
 
 def _check_counts(num_layers: int, num_stages: int) -> None:

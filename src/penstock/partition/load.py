@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
+from penstock.ir.placement import Placement
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -49,6 +51,14 @@ class Load:
         return [
             sums[end] - sums[start]
             for sums, start, end in zip(self.sums, starts, ends, strict=True)
+        ]
+
+    def of_ranks(self, starts: Sequence[int], placement: Placement) -> list[int]:
+        """Return what each rank carries: the loads of all of its stages."""
+        by_stage = self.of_stages(starts)
+        return [
+            sum(by_stage[stage] for stage in placement.stages_of(rank))
+            for rank in range(placement.num_ranks)
         ]
 
     def to_float(self, units: int) -> float:
