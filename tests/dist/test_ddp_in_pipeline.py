@@ -6,8 +6,9 @@ Ranks 0 and 1 are one pipeline, ranks 2 and 3 the other; each gets half of the b
 import gc
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock
@@ -135,3 +136,42 @@ def test_stage_whose_wrapper_looks_for_unused_parameters_is_rejected(pool: Worke
     assert message.startswith(
         "stage 0 is wrapped in DistributedDataParallel with find_unused_parameters=True"
     )
+
+
+class _HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used: Tensor = self.used(x)
+        return used
+
+
+def _step_without_a_parameter(group: dist.ProcessGroup, schedule: str) -> str:
+    """Each process is a pipeline, and a replica of the others."""
+    wrapped = DistributedDataParallel(_HalfUsed(), process_group=group)
+    [own, *_] = dist.new_subgroups(1)
+    pipeline = Pipeline(
+        PipelineStage(wrapped, 0, 1, "cpu", group=own),
+        schedule,
+        num_microbatches=2,
+        loss_fn=nn.functional.mse_loss,
+    )
+    try:
+        pipeline.step(torch.ones(2, 2), target=torch.ones(2, 2))
+    except StageError as error:
+        return str(error)
+    finally:
+        del wrapped, pipeline
+        gc.collect()
+    return ""
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_step_that_cannot_reduce_all_gradients_is_rejected(
+    schedule: str, fresh_pool: WorkerPool
+) -> None:
+    """Its gradients were not averaged; torch only noticed in the forward of the next step."""
+    for message in fresh_pool.run(4, _step_without_a_parameter, schedule):
+        assert "the last microbatch did not use all of its parameters" in message

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from layered_models import own_backwards, some_tokens
 from penstock.errors import (
     AgreementError,
     MicrobatchError,
@@ -241,6 +242,12 @@ def test_model_that_cannot_be_traced_is_cut_between_its_modules() -> None:
         (nn.functional.mse_loss(model(part), wanted) / 4).backward()
     expected = {weight.grad.sum().item() for weight in model.parameters()}
     assert expected == {grad.sum().item() for grads in found for grad in grads}
+
+
+def test_stages_between_layers_are_not_compiled() -> None:
+    tokens = some_tokens()
+    with pytest.raises(StageError, match="compile is True, but the model could not be traced"):
+        penstock.parallelize(own_backwards(), tokens, compile=True, num_microbatches=2)
 
 
 def test_other_ranks_parameters_leave_the_model() -> None:

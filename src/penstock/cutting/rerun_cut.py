@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import wraps
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -25,9 +26,16 @@ from penstock.cutting.unit_calls import (
 from penstock.errors import PartitionError, PipelineError
 from penstock.ir import StageId
 from penstock.stage.unchanged import kept_as_it_was
-from penstock.torch_private import own_buffers, own_parameters, pytree
+from penstock.torch_private import (
+    hooks_of_calls,
+    own_buffers,
+    own_parameters,
+    pytree,
+    set_hooks_of_calls,
+)
 
 LOGGER = logging.getLogger("penstock")
+_STAGE, _HOOKS, _RECEIVED = "penstock_stage", "penstock_hooks", "penstock_received"
 
 
 def cut_between_layers(
@@ -186,8 +194,7 @@ class _Cut:
         draws = trial.watch_draws(is_trial=True)
         try:
             with attributes_kept(module), kept_as_it_was(module), draws:
-                call = type(module).__bases__[0].__call__
-                trial(lambda **inputs: call(module, **inputs), (), self._kwargs)
+                module(**self._kwargs)
         except PipelineError as exc:
             if not trial.has_given:
                 raise self._impossible(trial.own) from exc
@@ -283,15 +290,36 @@ def _move_hollow(module: nn.Module) -> None:
 
 
 def _catch_model(module: nn.Module, run: RerunStage) -> None:
-    """Let a call of the whole model be a forward of the stage."""
+    """Let a call of the module be a forward of the stage.
+
+    The hooks that the model has run around its own forward. Those that the module gets later, as
+    from fully_shard, run around the stage: they see the model's inputs, and what the stage gives.
+    """
     kind = type(module)
 
-    def call(self: nn.Module, *received: Any, **inputs: Any) -> Any:
-        def forward(**inputs: Any) -> Any:
-            return kind.__call__(self, **inputs)
+    def call_stage(self: nn.Module, *received: Any, **inputs: Any) -> Any:
+        vars(self)[_RECEIVED] = received
+        return nn.Module.__call__(self, **inputs)
 
-        return vars(self)["penstock_stage"](forward, received, inputs)
+    @wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **inputs: Any) -> Any:
+        own = vars(self)
+        received = own.pop(_RECEIVED, None)
+        if received is None:  # The model's own call has come to its forward.
+            return kind.forward(self, *args, **inputs)
 
-    vars(module)["penstock_stage"] = run
-    caught = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-    module.__class__ = caught
+        def call_model(**inputs: Any) -> Any:
+            around = hooks_of_calls(self)
+            set_hooks_of_calls(self, own[_HOOKS])
+            try:
+                return kind.__call__(self, **inputs)
+            finally:
+                set_hooks_of_calls(self, around)
+
+        return own[_STAGE](call_model, received, inputs)
+
+    hooks = hooks_of_calls(module)
+    set_hooks_of_calls(module, [type(each)() for each in hooks])
+    vars(module).update({_STAGE: run, _HOOKS: hooks})
+    methods = {"__call__": call_stage, "forward": forward, "__module__": kind.__module__}
+    module.__class__ = type(kind.__name__, (kind,), methods)

@@ -167,9 +167,24 @@ class RerunStage:
                 )
             if leaf.filled is None:
                 value = state.received[place]
+                self._check_dtype(number, k, leaf, value)
                 is_written = number < self.end and k in self.calls[number].written
                 leaf.filled = value.clone() if is_written else value
         return fill(tree)
+
+    def _check_dtype(self, number: int, k: int, leaf: Hollow, value: Tensor) -> None:
+        """Raise an error if a value has another dtype than on the example.
+
+        What was computed beside it, such as a mask, has the dtype of the example. Under autocast,
+        layers choose dtypes by themselves.
+        """
+        dtype, expected = value.dtype, leaf.form.dtype
+        if dtype != expected and not torch.is_autocast_enabled(value.device.type):
+            raise StageError(
+                f"stage {self.stage}: argument {k} of {self._name(number)} is a tensor of {dtype}, "
+                f"but of {expected} on the example. A model that is cut without tracing must keep "
+                "its dtype: convert it before it is cut, and use autocast for mixed precision."
+            )
 
     def _note_given(self, state: State, number: int, tree: Any) -> None:
         """Keep what other stages need of these arguments; end the forward if that is all."""

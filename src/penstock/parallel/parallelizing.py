@@ -119,6 +119,7 @@ def parallelize(
             spreading,
             where,
             is_shared=isinstance(group, LocalGroup),
+            is_compiled=compile,
         )
         del model  # So that parameters that are spread below can be freed.
         gc.collect()

@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 
 from penstock.cutting import CutModel
+from penstock.errors import StageError
 from penstock.ir import Placement, StageId
 from penstock.parallel.example_batch import Microbatch
 from penstock.parallel.given_cut import Cut, cut_as_given
@@ -39,6 +40,7 @@ def build_stages(
     device: torch.device,
     *,
     is_shared: bool,
+    is_compiled: bool,
 ) -> RankStages:
     """Cut a model, and build the stages that the placement gives to this rank.
 
@@ -47,7 +49,13 @@ def build_stages(
     weights = model if isinstance(model, Pretrained) else None
     whole = model.new_model() if isinstance(model, Pretrained) else model
     pieces = cut_as_given(whole, cut, placement, microbatch, loss)
-    spreading.check(names_of_modules(pieces.modules))
+    spreading.check(names_of_modules(pieces.modules), repeats_inputs=pieces.repeats_inputs)
+    if is_compiled and pieces.repeats_inputs:
+        raise StageError(
+            "compile is True, but the model could not be traced, and was cut between its layers: "
+            "the compiler cannot follow such stages. Leave compile out, or cut the model between "
+            "its modules: cut=penstock.cut_between_modules(model, …)."
+        )
     names = StageNames.of(pieces.modules)
     is_traced = any(isinstance(module, fx.GraphModule) for module in pieces.modules)
     stays_in_eval = is_traced and not whole.training

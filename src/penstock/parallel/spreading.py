@@ -24,12 +24,19 @@ class Spreading:
     tp_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
     fsdp_options: Mapping[str, Any] = field(default_factory=dict)
 
-    def check(self, module_names: Collection[str]) -> None:
-        """Raise an error for arguments that would be ignored, given the names of all modules."""
+    def check(self, module_names: Collection[str], *, repeats_inputs: bool) -> None:
+        """Raise an error for arguments that would be ignored, or that the cut does not allow."""
         if self.fsdp_options and self.dims.shards is None:
             raise StageError(
                 "fsdp_options were given, but nothing is sharded. Give a mesh with a dimension "
                 "that is named 'fsdp', or leave them out."
+            )
+        policy = self.fsdp_options.get("mp_policy")
+        if repeats_inputs and policy is not None and policy.param_dtype is not None:
+            raise StageError(
+                f"fsdp_options have an mp_policy with param_dtype={policy.param_dtype}, but the "
+                "model could not be traced: each stage computes masks and the like again, in the "
+                "dtype of the example. Leave param_dtype out, and use torch.autocast around step()."
             )
         if bool(self.tp_plan) != (self.dims.tensor is not None):
             raise StageError(

@@ -361,6 +361,10 @@ class PipelineStage(Sealed):
         if self._wrapping.ddp is not None:
             prepare_reducer(self._wrapping.ddp)
 
+    def check_last_grads(self) -> None:
+        """Raise an error if a data-parallel wrapper could not reduce all gradients."""
+        self._wrapping.check_reduced(self._place)
+
     def shares_sharded_module(self, other: "PipelineStage") -> bool:
         """Return whether a sharded module is in both stages."""
         return self._wrapping.sharding.shares_with(other._wrapping.sharding)

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.backward.sharding import Sharding
 from penstock.backward.wrappers import find_wrapper
 from penstock.errors import StageError
+from penstock.torch_private import has_reduced
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,16 @@ class Wrapping:
                 f"{place}: its parameter {self.outside!r} is in no module that was sharded, while "
                 "others are: its gradient would not be averaged, and the replicas would drift "
                 "apart. Call fully_shard on the whole stage too, after its parts."
+            )
+
+    def check_reduced(self, place: str) -> None:
+        """Raise an error if DDP could not reduce the gradients of the last backward."""
+        if self.ddp is not None and not has_reduced(self.ddp):
+            raise StageError(
+                f"{place} is wrapped in DistributedDataParallel, and the last microbatch did not "
+                "use all of its parameters, so replicas could not average their gradients. "
+                "Expected every microbatch to use every parameter that is trained. Freeze or "
+                "remove the others, or use fully_shard."
             )
 
     def all_groups(self) -> list[dist.ProcessGroup]:

@@ -81,6 +81,7 @@ NAMES = (
     "torch._C:_autograd.SavedTensor.unpack_hook",
     "torch._C:_autograd._top_saved_tensors_default_hooks",
     "torch._C:_distributed_c10d.Backend.Options._timeout",
+    "torch._C:_distributed_c10d.Reducer._check_reducer_finalized",
     "torch._C:_distributed_c10d.Reducer.prepare_for_backward",
     "torch._C:_functorch.is_functorch_wrapped_tensor",
     "torch._C:_functorch.peek_interpreter_stack",
@@ -415,10 +416,15 @@ backward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
 Public: none.
 """
 
-hooks_of_calls: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
+_HOOKS_OF_CALLS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+hooks_of_calls: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(*_HOOKS_OF_CALLS)
 """All hooks that run when a module is called, as four dicts. Public: none."""
+
+
+def set_hooks_of_calls(module: nn.Module, hooks: Sequence[Any]) -> None:
+    """Let these hooks run when a module is called, in place of those that it has. Public: none."""
+    vars(module).update(zip(_HOOKS_OF_CALLS, hooks, strict=True))
+
 
 # Hooks that run before the call of every module, as FlopCounterMode and CommDebugMode set them.
 # Public: only functions that add one.
@@ -474,6 +480,15 @@ def is_sharded_module(module: nn.Module) -> bool:
 def prepare_reducer(ddp: DistributedDataParallel) -> None:
     """Let DDP reduce in the next backward, although its forward ran in `no_sync`. Public: none."""
     ddp.reducer.prepare_for_backward([])
+
+
+def has_reduced(ddp: DistributedDataParallel) -> bool:
+    """Return whether DDP has reduced all gradients of its last backward. Public: none."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:  # It lists numbers of parameters that had no gradient.
+        return False
+    return True
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
