@@ -123,7 +123,10 @@ def test_this_torch_has_every_name_that_is_loaded_late_or_that_objects_have() ->
         "print(private.is_optimized_module(compiled), private.is_optimized_module(module))\n"
         "print(private.original_module(compiled) is module, private.original_module(module))\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "private.prepare_reducer(torch.nn.parallel.DistributedDataParallel(module))\n"
+        "ddp = torch.nn.parallel.DistributedDataParallel(module)\n"
+        "private.prepare_reducer(ddp)\n"
+        "module.weight.sum().backward()\n"
+        "print(private.unready_parameters(ddp))\n"
         "sharded = torch.distributed.fsdp.fully_shard(torch.nn.Linear(1, 1, device='cpu'),"
         " mesh=dist.init_device_mesh('cpu', (1,)))\n"
         "state, [group] = fsdp2.sharded_state(sharded), fsdp2.ShardedGroup.all_of([sharded])\n"
@@ -143,7 +146,14 @@ def test_this_torch_has_every_name_that_is_loaded_late_or_that_objects_have() ->
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert 0 == done.returncode, done.stderr
-    assert ["[]", "True False", "True None", "1 True 2", "False"] == done.stdout.splitlines()
+    assert [
+        "[]",
+        "True False",
+        "True None",
+        "[1]",
+        "1 True 2",
+        "False",
+    ] == done.stdout.splitlines()
 
 
 def test_every_private_name_of_the_module_is_checked() -> None:

@@ -174,4 +174,4 @@ def test_step_that_cannot_reduce_all_gradients_is_rejected(
 ) -> None:
     """Its gradients were not averaged; torch only noticed in the forward of the next step."""
     for message in fresh_pool.run(4, _step_without_a_parameter, schedule):
-        assert "the last microbatch did not use all of its parameters" in message
+        assert "its parameter 'unused.weight' and 1 more got no gradient" in message

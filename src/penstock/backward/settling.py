@@ -136,11 +136,17 @@ def _settle(
         grads = [param.grad for param, _ in plain]  # Hooks may have replaced it.
     _add_plainly(plain, grads, are_ours)  # [1]
     if signal_accumulators:
-        signals = _Delivery()
-        for param, _ in plain:
-            signals.add(param, None)
-        signals.run()  # [2]
+        signal(param for param, _ in plain)  # [2]
     return signal_accumulators or bool(delivery.params)
+
+
+def signal(params: Iterable[Tensor]) -> None:
+    """Run the hooks on the accumulators of parameters, but not their own, and add nothing."""
+    signals = _Delivery()
+    for param in params:
+        signals.add(param, None)
+    with HooksPutOff(signals.params):
+        signals.run()
 
 
 def _add_plainly(terms: Terms, grads: Sequence[Tensor | None], are_ours: bool) -> None:

@@ -461,7 +461,7 @@ class Step:
     def _complete(self, stage: PipelineStage) -> None:
         if not self.settings.is_final:
             return
-        stage.check_last_grads()
+        stage.reduce_late_grads()
         if self.tied is not None and stage.stage_index in self.tied.stages:
             self._awaiting_others.append(stage)
         elif self.settings.on_grads_ready is not None:

@@ -42,7 +42,7 @@ from penstock.stage.stage_checks import (
     unwrapped,
 )
 from penstock.stage.wrapping import Wrapping
-from penstock.torch_private import is_dtensor, prepare_reducer
+from penstock.torch_private import is_dtensor
 
 _PLAIN = frozenset((Tensor,))
 
@@ -358,12 +358,11 @@ class PipelineStage(Sealed):
 
     def expect_last_grads(self) -> None:
         """Let a data-parallel wrapper reduce gradients in the backward that comes next."""
-        if self._wrapping.ddp is not None:
-            prepare_reducer(self._wrapping.ddp)
+        self._wrapping.expect_last_grads()
 
-    def check_last_grads(self) -> None:
-        """Raise an error if a data-parallel wrapper could not reduce all gradients."""
-        self._wrapping.check_reduced(self._place)
+    def reduce_late_grads(self) -> None:
+        """Let a data-parallel wrapper reduce what the last backward did not reach."""
+        self._wrapping.reduce_late_grads(self._place)
 
     def shares_sharded_module(self, other: "PipelineStage") -> bool:
         """Return whether a sharded module is in both stages."""

@@ -7,10 +7,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.backward.settling import signal
 from penstock.backward.sharding import Sharding
 from penstock.backward.wrappers import find_wrapper
 from penstock.errors import StageError
-from penstock.torch_private import has_reduced
+from penstock.torch_private import prepare_reducer, unready_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Wrapping:
     """A parameter that nobody would reduce, in a stage of which only a part is sharded."""
     averaging_ranks: frozenset[int]
     """The ranks that average gradients, numbered among all processes."""
+    reduced: tuple[tuple[str, nn.Parameter], ...] = ()
+    """The parameters that DistributedDataParallel reduces, in its own order."""
 
     @classmethod
     def of(cls, module: nn.Module, place: str) -> "Wrapping":
@@ -42,9 +45,12 @@ class Wrapping:
         sharding = Sharding(module)
         outside = sharding.outside(module) if sharding else None
         ranks = sharding.replica_ranks()
+        reduced: tuple[tuple[str, nn.Parameter], ...] = ()
         if ddp is not None:
             ranks.update(dist.get_process_group_ranks(ddp.process_group))
-        return cls(ddp, sharding, find_wrapper(module), outside, frozenset(ranks))
+            named = ddp.module.named_parameters()
+            reduced = tuple((name, weight) for name, weight in named if weight.requires_grad)
+        return cls(ddp, sharding, find_wrapper(module), outside, frozenset(ranks), reduced)
 
     @property
     def is_reduced(self) -> bool:
@@ -74,15 +80,32 @@ class Wrapping:
                 "apart. Call fully_shard on the whole stage too, after its parts."
             )
 
-    def check_reduced(self, place: str) -> None:
-        """Raise an error if DDP could not reduce the gradients of the last backward."""
-        if self.ddp is not None and not has_reduced(self.ddp):
+    def expect_last_grads(self) -> None:
+        """Let DistributedDataParallel reduce gradients in the backward that comes next."""
+        if self.ddp is not None:
+            prepare_reducer(self.ddp)
+
+    def reduce_late_grads(self, place: str) -> None:
+        """Complete a reduction that waits for parameters which the last backward did not reach.
+
+        Raise an error if one of them has no gradient: other replicas may have one.
+        """
+        if self.ddp is None or not self.reduced:
+            return
+        if missing := [name for name, weight in self.reduced if weight.grad is None]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise StageError(
-                f"{place} is wrapped in DistributedDataParallel, and the last microbatch did not "
-                "use all of its parameters, so replicas could not average their gradients. "
-                "Expected every microbatch to use every parameter that is trained. Freeze or "
-                "remove the others, or use fully_shard."
+                f"{place}: its parameter {missing[0]!r}{more} got no gradient in this step, so "
+                "DistributedDataParallel cannot average the gradients of the stage over replicas. "
+                "Expected all parameters that are trained to be used in each step: freeze those "
+                "that are not with requires_grad_(False), before the stage is wrapped, or use "
+                "fully_shard, which parallelize() does with a mesh dimension 'fsdp'."
             )
+        # If the last backward reached none of them, DDP does not say that it waits before one is
+        # ready; if it has reduced all, one more is nothing to it.
+        if not unready_parameters(self.ddp):
+            signal([self.reduced[0][1]])
+        signal(self.reduced[number][1] for number in unready_parameters(self.ddp))
 
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Return all groups that take part in reductions or gather parameters."""

@@ -8,6 +8,7 @@ Each name says why Penstock needs it, and after "Public:" what could replace it,
 A value read for every node, module or tensor is an `attrgetter`, which saves one Python call.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -482,13 +483,19 @@ def prepare_reducer(ddp: DistributedDataParallel) -> None:
     ddp.reducer.prepare_for_backward([])
 
 
-def has_reduced(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP has reduced all gradients of its last backward. Public: none."""
+def unready_parameters(ddp: DistributedDataParallel) -> list[int]:
+    """Return the numbers of the parameters that DDP waits for, among those that it reduces.
+
+    Empty if it has reduced all. Public: none; the text of an error has the numbers.
+    """
     try:
         ddp.reducer._check_reducer_finalized()
-    except RuntimeError:  # It lists numbers of parameters that had no gradient.
-        return False
-    return True
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+:((?: \d+)+)", str(error))
+        if found is None:
+            raise
+        return list(map(int, found[1].split()))
+    return []
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
