@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+import penstock
 from fuzzing import rotated
 from local_steps import mlp
 from penstock import Pipeline
@@ -129,6 +132,55 @@ def test_replicas_train_as_one_process_with_both_batches(
     assert_close("losses", torch.stack(expected_losses), torch.stack(losses).mean(0))
 
 
+class WithLabels(nn.Module):
+    """A model that computes its own loss, as causal ones of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*mlp(4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.layers(x)
+        kept = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return {"logits": logits, "loss": functional.cross_entropy(*kept, ignore_index=IGNORED)}
+
+
+def make_labels() -> tuple[Tensor, Tensor]:
+    """A batch of 8 rows, of which the first half has fewer labels; one microbatch has none."""
+    torch.manual_seed(1)
+    x, labels = torch.randn(8, 5, WIDTH).double(), torch.randint(0, WIDTH, (8, 5))
+    labels[:2] = IGNORED
+    labels[2:4, 2:] = IGNORED
+    labels[5, :3] = IGNORED
+    return x, labels
+
+
+def train_by_labels(world: dist.ProcessGroup, dim: str) -> tuple[float, dict[str, Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=(dim, "pp"))
+    x, labels = (part.chunk(2)[dist.get_rank()] for part in make_labels())
+    batch = {"x": x, "labels": labels}
+    pipe = penstock.parallelize(
+        WithLabels(), batch, loss_fn="model", num_microbatches=2, mesh=mesh, device="cpu"
+    )
+    loss = pipe.step(**batch).item()
+    found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
+    pipe.close()
+    return loss, whole
+
+
+@pytest.mark.parametrize("dim", ["dp", "fsdp"])
+def test_replicas_count_the_labels_of_all(fresh_pool: WorkerPool, dim: str) -> None:
+    model = WithLabels()
+    loss = model(*make_labels())["loss"]
+    loss.backward()
+    for found, grads in fresh_pool.run(2, train_by_labels, dim):
+        assert loss.item() == pytest.approx(found, rel=1e-12)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad)
+
+
 def refusals(world: dist.ProcessGroup) -> list[str]:
     """What a pipeline of one rank says to groups of replicas that cannot be right."""
     rank = dist.get_rank()
@@ -159,7 +211,7 @@ def lonely_step(world: dist.ProcessGroup) -> str:
     if dist.get_rank() == 1:
         return ""
     try:
-        sum_over_replicas(1.0, world, torch.device("cpu"), 0.5)  # The deadline is what is tested.
+        sum_over_replicas([1.0], world, torch.device("cpu"), 0.5)  # The deadline is what is tested.
     except CommError as error:
         return str(error)
     return "no error"

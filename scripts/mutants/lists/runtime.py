@@ -25,6 +25,19 @@ MUTANTS = [
         "received = max(received, place.get(message, 0) + 1)",
         "tests/runtime/test_program.py",
     ),
+    # The labels that count in a model's own loss.
+    (
+        "runtime/own_loss.py",
+        "return labels[..., 1:] if labels.dim() > 1 else labels",
+        "return labels",
+        "tests/runtime/test_own_loss.py",
+    ),
+    (
+        "runtime/losses.py",
+        "return weights[loss_fn.counted]()\n\n    def settle",
+        "return weights[Counted.ALL]()\n\n    def settle",
+        "tests/parallel/test_labels.py",
+    ),
     # The parts of ranks.
     (
         "runtime/rank_facts.py",

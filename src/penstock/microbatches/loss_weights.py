@@ -39,11 +39,16 @@ class LossWeights:
     `seeds` is for the gradients, which are summed; `factors` is for the losses, whose mean is
     taken. `are_known` is False if the sizes of the microbatches are unknown: then they are taken
     to be equal.
+
+    `settle(mb, output, loss)` is there if these weights are only right for microbatches without
+    any labels, because the model's first loss is to show which of them count. It returns the
+    weights of all.
     """
 
     seeds: Sequence[float]
     factors: Sequence[float]
     are_known: bool = True
+    settle: "Callable[[int, Any, Tensor], LossWeights] | None" = None
 
     @classmethod
     def plain(cls, num_microbatches: int) -> "LossWeights":
@@ -74,7 +79,12 @@ class LossWeights:
         """Return weights that multiply the gradients by a factor, and leave the losses alone."""
         if factor == 1:
             return self
-        return replace(self, seeds=[seed * factor for seed in self.seeds])
+        settle = self.settle
+        return replace(
+            self,
+            seeds=[seed * factor for seed in self.seeds],
+            settle=None if settle is None else lambda *given: settle(*given).scaled(factor),
+        )
 
     def weigh(self, mb: int, loss: Any) -> Any:
         """Return a loss scaled so that the mean over microbatches is the loss of the step.
@@ -191,18 +201,19 @@ def _proportions(sizes: Sequence[int]) -> tuple[Fraction, ...]:
 
 
 def sum_over_replicas(
-    total: float, group: dist.ProcessGroup, device: torch.device, timeout_s: float
-) -> float:
-    """Return the sum of the totals of all replicas; each must call it in each of its steps."""
-    value = torch.tensor([total], dtype=torch.float64, device=device)
+    totals: Sequence[float], group: dist.ProcessGroup, device: torch.device, timeout_s: float
+) -> list[float]:
+    """Return the sums of the totals of all replicas; each must call it in each of its steps."""
+    values = torch.tensor(totals, dtype=torch.float64, device=device)
     add_up_(
-        value,
+        values,
         group,
         timeout_s,
         what="the loss weights",
         expected="all of them, which are replicas, to run the same steps",
     )
-    return float(value.item())
+    found: list[float] = values.tolist()
+    return found
 
 
 def average_over_replicas_(loss: Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:

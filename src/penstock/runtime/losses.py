@@ -1,8 +1,10 @@
 """The losses of a step's microbatches, on the rank of the last stage."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from penstock.comm.collective_results import values_of, waited
 from penstock.errors import StageError
 from penstock.ir import MicrobatchId
 from penstock.microbatches.loss_weights import LossWeight, LossWeights, find_weights
+from penstock.runtime.own_loss import Counted, Labels, OwnLoss
 from penstock.runtime.step_settings import Batch, LossFn
 from penstock.stage.passage import needs_grad
 from penstock.torch_private import pytree
@@ -46,6 +49,8 @@ class Losses:
                     exc.add_note("no target was given on this rank, which holds the last stage")
                 raise
         self.values[mb] = waited(loss) if self.has_backward else _value_alone(waited(loss))
+        if self.weights.settle is not None and isinstance(loss, Tensor) and loss.numel() == 1:
+            self.weights = self.weights.settle(mb, outputs, self.values[mb])
         if not self.has_backward:
             return None
         if self.adds_losses and not isinstance(loss, Tensor):
@@ -138,16 +143,21 @@ def mean_of(losses: Sequence[Tensor]) -> Tensor:
     return found.mean(dtype=torch.promote_types(found.dtype, torch.float32))
 
 
+SumOver: TypeAlias = Callable[[Sequence[float]], tuple[Sequence[float], int]]
+"""Sums totals over replicas; returns the sums, and the number of replicas."""
+
+
 def weigh_losses(
     batch: Batch,
     num_microbatches: int,
     *,
+    loss_fn: LossFn,
     weights: Any,
     rule: LossWeight | None,
     are_cut: bool,
-    sum_over: Callable[[float], tuple[float, int]] | None,
+    sum_over: SumOver | None,
 ) -> LossWeights:
-    """Find out how much each microbatch counts; `sum_over` sums a total over replicas."""
+    """Find out how much each microbatch counts; `sum_over` sums totals over replicas."""
     found = find_weights(
         {"target": batch.targets, "kwargs": batch.kwargs, "args": batch.args},
         weights=weights,
@@ -155,5 +165,52 @@ def weigh_losses(
         are_cut=are_cut,
     )
     own = [1.0] * num_microbatches if found is None else found
-    total, num_replicas = (sum(own), 1) if sum_over is None else sum_over(sum(own))
+    sum_over = sum_over or (lambda totals: (totals, 1))
+    if isinstance(loss_fn, OwnLoss) and weights is None and rule is None:
+        labels = Labels.of(batch.kwargs)
+        return _weigh_labels(loss_fn, labels, own, sum_over, are_known=found is not None)
+    (total,), num_replicas = sum_over([sum(own)])
     return LossWeights.of(own, total, num_replicas, are_known=found is not None)
+
+
+def _weigh_labels(
+    loss_fn: OwnLoss,
+    labels: Labels | None,
+    sizes: Sequence[float],
+    sum_over: SumOver,
+    *,
+    are_known: bool,
+) -> LossWeights:
+    """Weigh losses that the model computes; by their sizes if no labels are known.
+
+    All replicas sum the same totals, whatever each of them knows.
+    """
+    counts = dict.fromkeys(Counted, sizes) if labels is None else labels.counts()
+    ways = [sizes, *counts.values()]
+    totals, num_replicas = sum_over(list(map(sum, ways)))
+    if labels is None or _have_same_shares(ways, totals):
+        return LossWeights.of(sizes, totals[0], num_replicas, are_known=are_known)
+    weights = {
+        way: partial(LossWeights.of, counts[way], total, num_replicas)
+        for way, total in zip(counts, totals[1:], strict=True)
+    }
+    if loss_fn.counted is not None:
+        return weights[loss_fn.counted]()
+
+    def settle(mb: MicrobatchId, output: Any, loss: Tensor) -> LossWeights:
+        if loss_fn.learn(output, loss, labels.parts[mb]):
+            assert loss_fn.counted is not None
+            return weights[loss_fn.counted]()
+        return unsettled
+
+    unsettled = replace(weights[Counted.ALL](), settle=settle)
+    return unsettled
+
+
+def _have_same_shares(ways: Sequence[Sequence[float]], totals: Sequence[float]) -> bool:
+    """Return whether each microbatch has the same share in the total, whatever is counted."""
+    return 0 not in totals and all(
+        math.isclose(part / total, parts[0] / totals[0])
+        for parts in zip(*ways, strict=True)
+        for part, total in zip(parts, totals, strict=True)
+    )

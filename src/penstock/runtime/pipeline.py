@@ -411,6 +411,7 @@ class Pipeline(Sealed):
         return weigh_losses(
             batch,
             self.num_microbatches,
+            loss_fn=self.loss_fn,
             weights=weights,
             rule=self.loss_weight,
             are_cut=are_cut,

@@ -1,6 +1,6 @@
 """The replicas of a pipeline: whose batches count in the mean of a step, and who computes along."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,13 +38,13 @@ class Replicas:
             check_same_replicas(self.given, averaging)
         return (self.given,)
 
-    def sum_over(self, total: float) -> tuple[float, int]:
-        """Return the sum of all replicas' totals, and how many replicas there are."""
+    def sum_over(self, totals: Sequence[float]) -> tuple[Sequence[float], int]:
+        """Return the sums of all replicas' totals, and how many replicas there are."""
         num_replicas = 1
         for group in self.groups:
-            total = sum_over_replicas(total, group, self.device, self.timeout_s)
+            totals = sum_over_replicas(totals, group, self.device, self.timeout_s)
             num_replicas *= dist.get_world_size(group)
-        return total, num_replicas
+        return totals, num_replicas
 
     def average_(self, loss: Tensor) -> None:
         """Put the mean of the losses of all replicas into a tensor; each must call it."""
