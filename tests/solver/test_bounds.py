@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 from problems import random_problem
+from published_rows import V_ROW, problem_of_row
 
 from fuzzing import IS_LONG
 from penstock import CostTable, Placement, simulate
@@ -134,6 +135,17 @@ def test_bound_is_reached_where_ranks_of_two_stages_wait_for_messages() -> None:
             effort=0.1,
         )
         assert expected == found.time
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "bubble"), [(8, 24, 0.0629), (16, 48, 0.0697), (32, 128, 0.0558)]
+)
+def test_bound_counts_the_memory_of_all_stages_of_a_rank(p: int, m: int, bubble: float) -> None:
+    """For 16 ranks, the published schedule is proven to be the best."""
+    row = {**V_ROW, "p": str(p), "m": str(m)}
+    problem = problem_of_row(row, microbatches_held=p, halves=True)
+    work = m * sum(float(row[name]) for name in ("t_f", "t_i", "t_w"))
+    assert bubble == round(1 - work / lower_bound(problem), 4)
 
 
 def test_full_backward_that_is_quicker_counts() -> None:

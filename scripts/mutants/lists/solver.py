@@ -1,6 +1,7 @@
 """The search, its bounds, and the exact solver."""
 
 BOUNDS = "tests/solver/test_bounds.py"
+IN_MEMORY = "tests/solver/test_work_in_memory.py"
 EVALUATE = "tests/solver/test_evaluate.py"
 DISPATCH = "tests/solver/test_dispatch.py"
 ANNEAL = "tests/solver/test_anneal.py"
@@ -59,6 +60,31 @@ MUTANTS = [
     ),
     ("solver/bounds.py", "end = -work.problem.offsets[rank]", "end = 0.0", BOUNDS),
     ("solver/bounds.py", "            if mb >= ahead:", "            if mb > ahead:", BOUNDS),
+    ("solver/bounds.py", "        if freeing > 0:", "        if freeing < 0:", BOUNDS),
+    (
+        "solver/bounds.py",
+        "self.input[last][0] + before - self._before_backwards[last]",
+        "first + before",
+        BOUNDS,
+    ),
+    (
+        "solver/work_in_memory.py",
+        "excess = (mb + 1) * self._held[index]",
+        "excess = (mb + 2) * self._held[index]",
+        IN_MEMORY,
+    ),
+    (
+        "solver/work_in_memory.py",
+        "room = max(0.0, self._cap - extra - self._held[index])",
+        "room = max(0.0, self._cap - extra - 2 * self._held[index])",
+        IN_MEMORY,
+    ),
+    (
+        "solver/work_in_memory.py",
+        "sorted(pending, key=_freed_per_time, reverse=True)",
+        "pending",
+        IN_MEMORY,
+    ),
     # Times and memory of orders.
     (
         "solver/evaluation.py",

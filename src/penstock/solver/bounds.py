@@ -15,6 +15,7 @@ from math import ceil, floor, inf
 
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
+from penstock.solver.work_in_memory import RankWork, StageWork
 
 
 def lower_bound(problem: Problem) -> float:
@@ -64,6 +65,37 @@ class _Amount:
             - self.input[s]
             for s in stages
         ]
+        self._on_rank = [
+            RankWork(list(map(self._of_stage, held)), self.num_microbatches, cap * ROUNDING)
+            for held, cap in zip(problem.stages_of, problem.caps, strict=True)
+        ]
+
+    def _of_stage(self, stage: int) -> StageWork:
+        return StageWork(
+            forward=self.forward[stage],
+            input=self.input[stage],
+            weight=self.weight[stage],
+            after_forward=self.problem.costs.after_forward[stage],
+            after_input=self.problem.costs.after_input[stage],
+        )
+
+    def least_freeing(self, stage: int, mb: int) -> float:
+        """Return the least time of what must be over to free memory for F of `mb`.
+
+        That is all that its rank must have run, except for F on its stage and on earlier ones.
+        """
+        forward = self.problem.changes[4 * stage + FORWARD]
+        rank, extra = self.ranks[stage], forward.rise - forward.net
+        return self._on_rank[rank].least_freeing(len(self.earlier(stage)), mb, extra)
+
+    def most_before(self, stage: int, mb: int) -> float:
+        """Return the most time of what its rank can have run when I of `mb` starts."""
+        rank, extra = self.ranks[stage], self._rise_of_input(stage)
+        return self._on_rank[rank].most_before(len(self.earlier(stage)), mb, extra)
+
+    def all_on(self, rank: int) -> float:
+        """Return the least time of all that a rank runs."""
+        return self._on_rank[rank].total
 
     def most_ahead(self, stage: int, other: int) -> int:
         """Return how many microbatches ahead F on `stage` must wait for I on `other`.
@@ -134,7 +166,9 @@ class _Heads:
         the F up to its microbatch on its stage and the earlier ones, and the I and W that memory
         requires. For an I: the F of all stages up to its microbatch, and the I up to it;
     [5] for an F that must come after I of microbatch 0, here or on a later stage of its rank: what
-        the rank must run in between, which is all of [4] except the F that may come before that I.
+        the rank must run in between, which is all of [4] except the F that may come before that I;
+    [6] for an F that needs memory which backwards free: the same from the rank's first backward on,
+        which is I of microbatch 0 on its last stage, with the memory of all stages at once.
     """
 
     def __init__(self, work: _Amount) -> None:
@@ -144,6 +178,7 @@ class _Heads:
         for stage in stages[1:]:
             before = self._first[stage - 1] + work.forward[stage - 1]
             self._first[stage] = before + work.problem.delays[stage - 1]
+        self._before_backwards = [work.most_before(stage, 0) for stage in stages]
         self.forward: list[list[float]] = [[] for _ in stages]
         self.input: list[list[float]] = [[] for _ in stages]
         self._ahead = [
@@ -170,6 +205,12 @@ class _Heads:
             + needed
             + sum(past[s] * (work.forward[s] + work.input[s]) for s in later)  # [4]
         ]
+        freeing = work.least_freeing(stage, mb)
+        if freeing > 0:
+            before = mb * own + (mb + 1) * sum(work.forward[s] for s in earlier) + freeing
+            heads.append(first + before)  # [4]
+            last = (later or [stage])[-1]
+            heads.append(self.input[last][0] + before - self._before_backwards[last])  # [6]
         if mb > 0:
             heads.append(self.forward[stage][mb - 1] + own)  # [1]
         if stage > 0:
@@ -209,7 +250,7 @@ class _Tails:
     [1] the same action of the next microbatch;
     [2] the action that takes its message;
     [3] for an I, the F that can start only with the memory it frees;
-    [4] all that its rank must still run.
+    [4] all that its rank must still run: after an I, at least what it cannot have run before.
     """
 
     def __init__(self, work: _Amount) -> None:
@@ -241,8 +282,8 @@ class _Tails:
         if stage == work.problem.num_stages - 1:
             tails.append(work.input[stage] + self.input[stage][mb])
         else:
-            after = work.forward[stage + 1] + self.forward[stage + 1][mb]
-            tails.append(work.problem.delays[stage] + after)  # [2]
+            taken = work.forward[stage + 1] + self.forward[stage + 1][mb]
+            tails.append(work.problem.delays[stage] + taken)  # [2]
         return max(tails)
 
     def _input(self, stage: int, mb: int) -> float:
@@ -257,12 +298,13 @@ class _Tails:
             behind += blocked * work.forward[other]
         for other in work.later(stage):
             behind += blocked * (work.forward[other] + work.input[other] + work.weight[other])
-        tails = [behind - work.problem.offsets[rank]]  # [4]
+        after = work.all_on(rank) - work.most_before(stage, mb) - work.input[stage]
+        tails = [max(behind, after) - work.problem.offsets[rank]]  # [4]
         if left > 1:
             tails.append(work.input[stage] + self.input[stage][mb + 1])  # [1]
         if stage > 0:
-            after = work.input[stage - 1] + self.input[stage - 1][mb]
-            tails.append(work.problem.delays[stage - 1] + after)  # [2]
+            taken = work.input[stage - 1] + self.input[stage - 1][mb]
+            tails.append(work.problem.delays[stage - 1] + taken)  # [2]
         for other, ahead in self._ahead[stage]:
             if left > ahead:
                 tails.append(work.forward[other] + self.forward[other][mb + ahead])  # [3]
