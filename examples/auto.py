@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock
 
 NUM_RANKS, NUM_MICROBATCHES, NUM_STEPS = 2, 6, 6
-PACE_S = 0.005
+PACE_S = 0.02
 
 
 class Slow(torch.autograd.Function):

@@ -88,7 +88,8 @@ def test_plan_prints_the_best_rows_and_writes_the_schedule() -> None:
     assert header.split() == lines[0].split()
     assert {"2", "4"} == {line.split()[2] for line in lines[1:3]}
     assert "µs" in lines[1]
-    assert lines[-2].startswith("The best cuts before ")
+    cut = next(n for n, line in enumerate(lines) if line.startswith("The best cuts before "))
+    assert "limits the step" in lines[cut + 1]
     assert "wrote best.csv" == lines[-1]
     assert 2 == Schedule.from_csv(Path("best.csv").read_text()).num_ranks
 
@@ -103,7 +104,10 @@ def test_plan_as_json_of_a_file_with_keyword_arguments() -> None:
     assert 1 == len(row["cut_points"])
     assert [3] == [choice["num_microbatches"] for choice in facts["left_out"]]
     table = run("plan", name, "-p", 2, "-m", "4,3", "-v", 1, "--effort", 0.01).lines
-    assert table[-1].startswith("left out: 3 microbatches, linear: a batch of 8 cannot be cut")
+    [left_out] = [line for line in table if line.startswith("left out: ")]
+    assert "3 microbatches, linear: a batch of 8 cannot be cut" in left_out
+    assert "limits the step" in facts["limit"]
+    assert all(0 < help["gain"] < 1 for help in facts["helps"])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ def _levels() -> None:
 @pytest.mark.usefixtures("_levels")
 def test_plan_of_levels_prints_the_level_of_each_stage() -> None:
     args = (*LEVELS, *SIZES, "-m", 8, "--memory", 16, "--effort", 0.1)
-    header, row, bound = run(*args).lines
+    header, row, bound, *_ = run(*args).lines
     assert "levels" == header.split()[-1]
     assert row.endswith("  16  0.00%  0-1: half, 2-3: 1")  # Without a unit, as in the files.
     assert bound.startswith("No schedule for any of the 16 choices is faster than")

@@ -134,13 +134,15 @@ def test_search_finds_prints_and_writes_the_best(tmp_path: Path) -> None:
     found = search(costs, 4, 4, memory=3, effort=0.01)
     assert found.schedule == Schedule.from_csv(path.read_text())
     assert first_words([str(found).splitlines()[1]]) == ["makespan"]
-    assert len(found.tried) == len(ran.lines) - 4
+    limit = next(n for n, line in enumerate(ran.lines) if "limits the step" in line)
+    assert len(found.tried) == limit - 3
+    assert ran.lines[limit + 1].startswith("What would help: ")
     assert [
         f"best: makespan {found.time:.5g}, bubble {found.report.bubble_by_makespan:.2%}, "
         f"peak memory {found.report.peak_memory:.5g}, linear",
         f"bound: {found.lower_bound:.5g}, gap {found.gap:.2%}",
-        f"wrote {path}",
-    ] == ran.lines[-3:]
+    ] == ran.lines[limit - 2 : limit]
+    assert f"wrote {path}" == ran.lines[-1]
 
 
 def test_search_of_several_numbers_of_stages_has_the_best_and_the_bound_of_all() -> None:
@@ -212,7 +214,7 @@ def test_search_that_cannot_be_done_is_refused(args: list[str], expected: str) -
 
 def test_search_that_is_out_of_time_says_so() -> None:
     args = ("-p", 4, "-m", 8, "-v", 2, "--costs", "1,1.2,0.8", "--memory", 3)
-    assert "stopped after" in run("search", *args, "--seconds", 1e-6).lines[-1]
+    assert "stopped after" in run("search", *args, "--seconds", 1e-6).out
 
 
 def record(path: Path, name: str) -> None:

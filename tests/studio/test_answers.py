@@ -93,6 +93,7 @@ def test_searched_schedule_is_no_slower_than_any_that_fits() -> None:
     assert found["time"] is not None
     assert found["time"] <= min(time for time in fitting if time is not None)
     assert "schedules were tried in" in found["note"]
+    assert "limits the step" in found["advice"][0]
 
 
 def test_table_has_every_registered_schedule_in_words() -> None:

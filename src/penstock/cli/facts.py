@@ -1,5 +1,8 @@
-"""The facts of a report that commands print as JSON."""
+"""The facts that commands print as JSON."""
 
+from typing import Any
+
+from penstock.solver.advice import Advice
 from penstock.timeline import Report
 
 
@@ -12,3 +15,9 @@ def facts_of(report: Report) -> dict[str, float]:
         "bubble_by_span": report.bubble_by_span,
         "peak_memory": report.peak_memory,
     }
+
+
+def advice_facts(advice: Advice) -> dict[str, Any]:
+    """Return what limits a step and what would help, under their names in Python."""
+    helps = [{"what": help.what, "gain": help.gain} for help in advice.helps]
+    return {"limit": advice.limit, "helps": helps}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.facts import advice_facts
 from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.levels_option import LevelTexts, read_levels
 from penstock.cli.options import AsJson, Effort, Output, Seconds
@@ -82,7 +83,8 @@ def plan(
 ) -> None:
     """Plan how to cut a model, and how to train it.
 
-    Prints the best cuts, numbers of microbatches and schedules; the machines are not needed yet.
+    Prints the best cuts, numbers of microbatches and schedules, what limits the best, and what
+    would help; the machines are not needed yet.
 
     FUNCTION takes no argument and returns the model and its arguments for a whole batch, as
     (model, args) or (model, args, kwargs). On the meta device, nothing is computed.
@@ -119,11 +121,13 @@ def plan(
             found = _plan_levels(level or [], ranks, options | {"batch": batch, "mb_size": mb_size})
         else:
             found = _plan(function, ranks, options)
+        advice = found.best.advise(seconds=seconds / 4, effort=effort)
     _write(found, output, save_costs)
     if as_json:
-        print_json(_facts(found))
+        print_json(_facts(found) | advice_facts(advice))
     elif output != PIPE:
         _print(found, "s" if measure or speed is not None else "", "" if level else "bytes")
+        print(advice)
         for path in filter(None, (output, save_costs)):
             print(f"wrote {path}")
 

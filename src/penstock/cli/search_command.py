@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.costs_option import choose_stages_per_rank, read_costs, with_gather_costs
-from penstock.cli.facts import facts_of
+from penstock.cli.facts import advice_facts, facts_of
 from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.gathers_option import read_gathers
 from penstock.cli.given import ShapeOptions
@@ -35,7 +35,7 @@ from penstock.costs.units import TimeUnit, in_time
 from penstock.errors import OptionError
 from penstock.ir import Placement
 from penstock.solver import SearchResult
-from penstock.solver.best_schedule import find_best
+from penstock.solver.best_schedule import advise_on, find_best
 from penstock.solver.placement_choices import default_placements, describe
 from penstock.solver.question import Question
 
@@ -84,8 +84,9 @@ def search(
     """Find the best schedule for given costs and memory.
 
     Prints the schedules that were tried, the fastest first, and the gap of the best to a time that
-    no schedule can beat; a gap of 0 proves that none is faster. The best is written as CSV if a
-    file is given.
+    no schedule can beat; a gap of 0 proves that none is faster. Then it says what limits the best,
+    and what would help, in brief searches of their own. The best is written as CSV if a file is
+    given.
 
     \b
     penstock search -p 4 -m 8 --costs 1,1.2,0.8 --memory 3
@@ -105,12 +106,14 @@ def search(
     with sign_of_life("Searching"):
         question = Question(chosen, num_ranks, num_microbatches, caps, clock, policy)
         found = find_best(question, groups, seconds=seconds, effort=effort)
+        advice = advise_on(question, found, groups, seconds=seconds / 4, effort=effort)
     if output is not None:
         write_text(output, found.schedule.to_csv())
     if as_json:
-        print_json(_facts(found))
+        print_json(_facts(found) | advice_facts(advice))
     elif output != PIPE:
         _print(found, chosen.time_unit)
+        print(advice)
         if output is not None:
             print(f"wrote {output}")
 

@@ -17,7 +17,7 @@ def add_recompute(
     already stay where they are.
 
     >>> print(add_recompute(Schedule.from_csv("0F0,0B0\\n1F0,1B0\\n"), lambda s, mb: s == 0))
-    rank 0  0F0 .   0R0 0B0
+    rank 0  0F0 0R0 .   0B0
     rank 1  .   1F0 1B0
     """
     if not schedule.has_backward:

@@ -10,6 +10,7 @@ from penstock.cutting import SplitPoint
 from penstock.ir import Placement, Schedule
 from penstock.partition import Partition
 from penstock.solver import SearchResult
+from penstock.solver.advice import Advice
 from penstock.solver.placement_choices import describe
 from penstock.solver.registered_schedules import registered
 
@@ -72,6 +73,10 @@ class PlanRow:
         """The most that each rank holds, with parameters and activations."""
         ranks = zip(self.parameter_memory, self.result.report.ranks, strict=True)
         return tuple(fixed + rank.peak_memory for fixed, rank in ranks)
+
+    def advise(self, *, seconds: float = 10.0, effort: float = 1.0) -> Advice:
+        """Say what limits the step, and what would help; brief searches find out."""
+        return self.result.advise(seconds=seconds, effort=effort)
 
     def __repr__(self) -> str:
         levels = f", levels=({describe_levels(self.levels)})" if self.levels else ""

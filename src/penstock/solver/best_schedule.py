@@ -1,4 +1,4 @@
-"""The best schedule for a question, over several numbers of stages."""
+"""The best schedule for a question, over several numbers of stages, and what limits it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 from penstock.errors import ScheduleError
 from penstock.ir import Placement
 from penstock.solver import SearchResult, search
+from penstock.solver.advice import Advice
 from penstock.solver.question import Question
 
 
@@ -43,4 +44,21 @@ def find_best(
         tried=tuple(tried for one in found for tried in one.tried),
         seconds=sum(one.seconds for one in found),
         is_complete=all(one.is_complete for one in found),
+    )
+
+
+def advise_on(
+    question: Question,
+    found: SearchResult,
+    groups: Sequence[list[Placement]],
+    *,
+    seconds: float,
+    effort: float,
+) -> Advice:
+    """Say what limits the result of `find_best`, and what would help that was not searched."""
+    v = Placement.v(question.num_ranks)
+    return found.advise(
+        costs_in_v=None if any(v in group for group in groups) else question.costs.table(v),
+        seconds=seconds,
+        effort=effort,
     )

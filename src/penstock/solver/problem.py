@@ -107,6 +107,11 @@ class Problem:
         return len(self.caps)
 
     @property
+    def memory(self) -> tuple[float, ...] | None:
+        """The caps, or None if no rank is limited."""
+        return None if min(self.caps) == inf else self.caps
+
+    @property
     def num_stages(self) -> int:
         return len(self.placement.ranks)
 

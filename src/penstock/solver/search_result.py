@@ -2,10 +2,16 @@
 
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
+from penstock.costs import CostTable
 from penstock.ir import Schedule
 from penstock.schedules.generator import Clock
 from penstock.timeline import Report
+
+if TYPE_CHECKING:
+    from penstock.solver.advice import Advice
+    from penstock.solver.gathered_search import GatherChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,10 @@ class SearchResult:
     """The time that the search took."""
     is_complete: bool
     """True if the search ended by itself, False if its time budget stopped it."""
+    memory: tuple[float, ...] | None = None
+    """The most that each rank may hold; None if that is not limited."""
+    gathers: "GatherChoice | None" = None
+    """The policy of gathers that was asked for, if stages are sharded."""
 
     @property
     def time(self) -> float:
@@ -52,6 +62,18 @@ class SearchResult:
             return inf if self.time > 0 else 0.0
         gap = self.time / self.lower_bound - 1
         return gap if gap > 1e-9 else 0.0
+
+    def advise(
+        self, *, costs_in_v: CostTable | None = None, seconds: float = 10.0, effort: float = 1.0
+    ) -> "Advice":
+        """Say what limits the step, and what would shorten it by how much.
+
+        If `costs_in_v` has the costs of the same model as two stages per rank, a V is tried. Brief
+        searches take at most about `seconds` together, and try more with more `effort`.
+        """
+        from penstock.solver.advice import advise  # It searches, and so needs this module.
+
+        return advise(self, costs_in_v=costs_in_v, seconds=seconds, effort=effort)
 
     def __repr__(self) -> str:
         return (

@@ -96,16 +96,18 @@ def search(
         for placement in check_placements(placements, num_ranks)
     ]
     if gathers is not None:
-        return search_with_gathers(
+        found = search_with_gathers(
             problems,
             gathers,
             lambda lowered, budget: _Search(lowered, seconds=budget, effort=effort).find(),
             seconds=seconds,
         )
+        return replace(found, memory=problems[0].memory, gathers=gathers)
     feasible = [problem for problem in problems if problem.find_shortage() is None]
     if not feasible:
         raise nothing_fits(problems)
-    return _Search(feasible, seconds=seconds, effort=effort).run()
+    found = _Search(feasible, seconds=seconds, effort=effort).run()
+    return replace(found, memory=problems[0].memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,11 @@ from asyncio.subprocess import PIPE
 from threading import Thread
 
 from penstock.errors import FieldError
-from penstock.solver import SearchResult
-from penstock.studio.answers import search
+from penstock.studio.answers import Searched, search
 from penstock.studio.typed_inputs import Inputs
 
 
-async def search_apart(inputs: Inputs) -> SearchResult:
+async def search_apart(inputs: Inputs) -> Searched:
     """Return what a search in another process finds; cancelling this stops the search."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -45,7 +44,7 @@ async def search_apart(inputs: Inputs) -> SearchResult:
                 "ran out of memory. Choose fewer ranks or microbatches, or turn the search off."
             }
         )
-    result: SearchResult = pickle.loads(found)
+    result: Searched = pickle.loads(found)
     return result
 
 

@@ -28,7 +28,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.draw.web_page import page_script, page_style
 from penstock.errors import FieldError
 from penstock.schedules import REGISTRY
-from penstock.solver import SearchResult
 from penstock.solver.comparison import SEARCHED
 from penstock.studio import answers
 from penstock.studio.search_process import search_apart
@@ -119,10 +118,10 @@ class _Searches:
     """The results of recent searches."""
 
     def __init__(self) -> None:
-        self._found: dict[Inputs, SearchResult] = {}
+        self._found: dict[Inputs, answers.Searched] = {}
         self._at_once = asyncio.Semaphore(_NUM_AT_ONCE)
 
-    async def find(self, inputs: Inputs) -> SearchResult:
+    async def find(self, inputs: Inputs) -> answers.Searched:
         """Return the searched schedule, which does not depend on what is drawn."""
         await _in_thread(answers.check_memory, inputs)
         key = replace(inputs, schedule=SEARCHED, beside="")

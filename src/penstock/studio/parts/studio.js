@@ -6,7 +6,7 @@ const PAUSE_MS = 100; // From the last key to the request.
 const SLOW_MS = 300; // After this the page says that it is working.
 const GONE = "The studio has stopped. Start it again with: penstock studio";
 const DRAWN = ["notes", "picture", "files", "python"];
-const COMPARED = ["table", "bound", "tried"];
+const COMPARED = ["table", "bound", "tried", "advice"];
 
 const byId = (id) => document.getElementById(id);
 const start = JSON.parse(byId("start").textContent);
@@ -82,12 +82,15 @@ class Round {
 
   async search() {
     byId("tried").textContent = "";
+    byId("advice").replaceChildren();
     if (form.get("search") === "off") return table.remove("searched");
     table.wait("searched");
     const answer = await this.ask("search");
     if (!answer) return table.remove("searched");
     const found = await this.read(answer.json());
     byId("tried").textContent = found.note ?? "";
+    const advice = found.advice ?? [];
+    byId("advice").replaceChildren(...advice.map((line) => make("li", {}, line)));
     return table.add(found);
   }
 
