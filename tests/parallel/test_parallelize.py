@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -88,40 +89,57 @@ def test_cut_can_be_given_by_names_or_as_a_cut_model() -> None:
         assert [{"0", "1"}, {"2", "3", "4", "5", "6", "7"}] == found
 
 
-def test_balanced_cut_counts_the_loss_where_a_target_is_given() -> None:
-    """With a large vocabulary, the loss costs as much as several layers."""
+class Wide(nn.Module):
+    """A model whose loss costs as much as several layers; given labels, it computes it itself."""
 
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(400, 64)
-            self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(400, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embedding(tokens)
-            for block in self.blocks:
-                x = block(x)
-            return x @ self.embedding.weight.detach().T
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = (x @ self.embedding.weight.detach().T).transpose(1, 2)
+        if labels is None:
+            return logits
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
+
+def test_balanced_cut_counts_the_loss_unless_its_target_is_not_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     tokens = torch.randint(400, (8, 5))
 
-    def main(group: penstock.LocalGroup, **options: Tensor) -> int:
-        torch.manual_seed(0)
-        pipe = penstock.parallelize(
-            Wide(),
-            (tokens,),
-            loss_fn=loss_of,
-            schedule="1F1B",
-            num_microbatches=2,
-            group=group,
-            **options,
-        )
-        return sum(name.endswith(".bias") for name, _ in pipe.named_parameters())
+    def own(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target)
 
-    with_loss = penstock.local_ranks(2, lambda group: main(group, example_target=tokens))
-    without = penstock.local_ranks(2, main)
-    assert with_loss[1] < without[1]
-    assert 24 == sum(with_loss) == sum(without)
+    def layers_of_the_last_rank(loss_fn: Any, **options: Any) -> int:
+        def main(group: penstock.LocalGroup) -> int:
+            torch.manual_seed(0)
+            pipe = penstock.parallelize(
+                Wide(),
+                (tokens,),
+                loss_fn=loss_fn,
+                schedule="1F1B",
+                num_microbatches=2,
+                group=group,
+                **options,
+            )
+            return sum(name.endswith(".bias") for name, _ in pipe.named_parameters())
+
+        first, last = penstock.local_ranks(2, main)
+        assert 24 == first + last
+        return last
+
+    caplog.set_level("INFO", "penstock")
+    given = layers_of_the_last_rank(own, example_target=tokens)
+    assert given == layers_of_the_last_rank(nn.functional.cross_entropy)
+    assert given == layers_of_the_last_rank("model", example_kwargs={"labels": tokens})
+    assert "does not count the loss" not in caplog.text
+    assert given < layers_of_the_last_rank(own)
+    assert "does not count the loss" in caplog.text
 
 
 def test_names_are_the_models_own_and_copies_on_one_rank_have_their_own() -> None:
@@ -371,6 +389,11 @@ def test_assignment_without_effect_is_refused() -> None:
         ({"cut": penstock.Balanced(2)}, StageError, "was cut into 2 stages, but the schedule has"),
         ({"cut": ["blocks.2"], "example_target": make_batch()[1]}, StageError, "the cut was given"),
         ({"loss_fn": None, "example_target": make_batch()[1]}, StageError, "there is no loss_fn"),
+        (
+            {"loss_fn": "model", "example_target": make_batch()[1]},
+            StageError,
+            "the model computes the loss",
+        ),
         ({"mesh": "pp"}, StageError, "mesh and group were both given"),
     ],
 )

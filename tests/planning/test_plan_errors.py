@@ -32,6 +32,8 @@ BATCH = torch.zeros(4, 2)
         ({"measure": True}, "measure is True. It is for a model"),
         ({"speed": 1.0}, "speed is 1.0. It is for a model"),
         ({"kwargs": {}}, "kwargs is {}. It is for a model"),
+        ({"loss_fn": max}, "loss_fn is <built-in function max>. It is for a model"),
+        ({"target": 1}, "target is 1. It is for a model"),
         ({"what": 3}, "what is 3. Expected a model, a sequence of LayerCost, a CostTable, or one"),
         (
             {"what": {}},
@@ -55,6 +57,7 @@ def test_wrong_question_about_costs_is_refused(options: dict[str, Any], message:
         ({"batch": ()}, "batch has no tensor that can be cut into microbatches."),
         ({"batch": (torch.tensor(1.0),)}, "batch has no tensor that can be cut"),
         ({"speed": 0}, "speed is 0. Expected a finite number above 0."),
+        ({"target": BATCH}, "target was given without loss_fn"),
         ({"speed": 2, "measure": True}, "speed is 2. It is for counted costs, but measure is True"),
         (
             {"batch": BATCH.to("meta"), "measure": True},

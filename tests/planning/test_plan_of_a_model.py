@@ -45,6 +45,26 @@ def test_costs_are_counted_for_each_size_of_a_microbatch() -> None:
         assert sum(cost.activation_bytes for cost in counted) == sum(row.costs.after_forward)
 
 
+@pytest.mark.parametrize("measure", [False, True])
+def test_loss_counts_with_the_last_layer(measure: bool) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    model, tokens = Net(), torch.zeros(8, 5, dtype=torch.long)
+    options = {"microbatches": 4, "stages_per_rank": 1, "effort": 0.02, "measure": measure}
+    plain = penstock.plan(model, 2, batch=(tokens,), **options).best
+    row = penstock.plan(model, 2, batch=(tokens,), loss_fn=loss_fn, target=tokens, **options).best
+    log_probabilities = 2 * 5 * 10 * 4  # Of one microbatch.
+    held = sum(row.costs.after_forward) - sum(plain.costs.after_forward)
+    assert log_probabilities <= held <= log_probabilities + 8
+    needed = row.parameter_memory[-1] - plain.parameter_memory[-1]
+    if row.cut_points == plain.cut_points:
+        assert 2 * log_probabilities <= needed <= 2 * log_probabilities + 8
+    if not measure:
+        assert row.partition.costs[:-1] == plain.partition.costs[:-1]
+        assert row.partition.costs[-1] > plain.partition.costs[-1]
+
+
 def test_model_on_the_meta_device_gets_the_same_plan() -> None:
     tokens = torch.zeros(8, 5, dtype=torch.long)
     options = {"memory": 30_000, "effort": 0.02, "keep": 3}

@@ -7,6 +7,7 @@ ODD = "tests/cutting/test_odd_cuts.py"
 DETAILS = "tests/cutting/test_cut_details.py"
 CHAIN = "tests/cutting/test_split_modules.py"
 COSTS = "tests/cutting/test_layer_costs.py"
+LOSS = "tests/cutting/test_loss_costs.py"
 TESTS = MODELS
 MUTANTS = [
     # What flows between stages.
@@ -170,10 +171,23 @@ MUTANTS = [
     # What layers cost, and cuts by that.
     ("cutting/layer_costs.py", "for parameter in used - seen", "for parameter in used", COSTS),
     (
-        "cutting/layer_costs.py",
+        "cutting/shape_counts.py",
         "        if storage not in self._seen:",
         "        if True:",
         COSTS,
+    ),
+    (
+        "cutting/loss_costs.py",
+        "outputs.shape[:1] + outputs.shape[2:]",
+        "outputs.shape[:-1]",
+        LOSS,
+    ),
+    ("cutting/loss_costs.py", "torch.autograd.backward(roots, ones, inputs=wanted)", "...", LOSS),
+    (
+        "cutting/cut_policies.py",
+        "self.bytes_per_parameter_byte + cost.backward_bytes",
+        "self.bytes_per_parameter_byte",
+        LOSS,
     ),
     (
         "cutting/cut_policies.py",

@@ -8,8 +8,8 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cutting.cut_model import CutModel
-from penstock.cutting.layer_costs import LayerCost, counted, counting_saved
 from penstock.cutting.own_backwards import ONE_AT_A_TIME
+from penstock.cutting.shape_counts import LayerCost, counted, counting_saved
 from penstock.ir import StageId
 from penstock.torch_private import FakeTensorMode, pytree
 

@@ -1,13 +1,16 @@
 """The policy that decides where to cut a model from the costs of its layers."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from torch import fx
 
 from penstock.cutting.graph_layers import Layer, find_layers, mark_layers
-from penstock.cutting.layer_costs import LayerCost, count_graph, count_parameters
+from penstock.cutting.layer_costs import count_graph, count_parameters
+from penstock.cutting.loss_costs import Loss, add_loss
+from penstock.cutting.shape_counts import LayerCost
 from penstock.errors import CostError
 from penstock.ir import Placement
 from penstock.partition import MemoryLimit, balance
@@ -27,8 +30,9 @@ class Balanced:
     two moments), and activations as often as `in_flight` says, by default as 1F1B holds them.
     With two stages per rank, the slowest rank may be slower by the share `slack` if that makes
     the slowest stage faster: repeated measurements of costs differ by more than that.
-    `loss` is the result of `penstock.cutting.count_loss`: it counts with the last layer, unless
-    costs are those of parameters.
+    With `loss_fn`, the loss counts with the last layer, unless costs are those of parameters.
+    `target` is that of one microbatch, which torch's own losses do not need; the log says so if
+    the loss could not be counted. `loss` is its cost, if you know that in place of both.
     """
 
     num_stages: int
@@ -40,12 +44,21 @@ class Balanced:
     in_flight: int | Sequence[int] | None = None
     bytes_per_parameter_byte: float = 4.0
     loss: LayerCost | None = None
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    target: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.costs is not None and self.loss is not None:
+        Loss.of(self.loss_fn, self.target)
+        given = "loss_fn" if self.loss is None else "loss"
+        if self.costs is not None and (self.loss is not None or self.loss_fn is not None):
             raise CostError(
-                "costs and loss were both given, and the loss would not be counted. Expected the "
-                "loss in the costs: add it to that of the last layer."
+                f"costs and {given} were both given, and the loss would not be counted. Expected "
+                "the loss in the costs: measure_layers(…, loss_fn=…) and count_layers(…, "
+                "loss_fn=…) add it to that of the last layer."
+            )
+        if self.loss is not None and self.loss_fn is not None:
+            raise CostError(
+                "loss and loss_fn were both given, and each says what the loss costs. Give one."
             )
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -76,19 +89,32 @@ class Balanced:
     def _count(self, graph_module: fx.GraphModule, layers: Sequence[Layer]) -> Sequence[LayerCost]:
         """Count costs from shapes if these are known, otherwise by parameters."""
         try:
-            return self.with_loss(count_graph(graph_module, layers))
+            return self.with_loss(*count_graph(graph_module, layers))
         except CostError as exc:
             LOGGER.info("stages are balanced by the bytes of their parameters: %s", exc)
             return count_parameters(graph_module, layers)
 
-    def with_loss(self, costs: Sequence[LayerCost]) -> Sequence[LayerCost]:
-        """Return the costs of layers with that of the loss, which the last stage computes."""
-        if self.loss is None or not costs:
-            return costs
-        *others, last = costs
-        activation_bytes = last.activation_bytes + self.loss.activation_bytes
-        time = last.time + self.loss.time
-        return [*others, replace(last, time=time, activation_bytes=activation_bytes)]
+    def with_loss(self, costs: Sequence[LayerCost], outputs: Any) -> Sequence[LayerCost]:
+        """Return the costs of layers with that of the loss, which is computed from `outputs`."""
+        return add_loss(costs, self.loss or self._count_loss(outputs))
+
+    def _count_loss(self, outputs: Any) -> LayerCost | None:
+        """Return what the loss costs; None, and a line in the log, if that is not known."""
+        loss = Loss.of(self.loss_fn, self.target)
+        if loss is None:
+            return None
+        if loss.find_target(outputs) is None:
+            LOGGER.info(
+                "the balanced cut does not count the loss: its target does not follow from the "
+                "output, and none was given. Give parallelize() an example_target, or Balanced "
+                "the target of one microbatch."
+            )
+            return None
+        try:
+            return loss.count(outputs)
+        except Exception as error:  # It is the caller's own, and only a hint is lost.
+            LOGGER.warning("the balanced cut does not count the loss: %r", error)
+            return None
 
     def _memory(self, costs: Sequence[LayerCost | float]) -> MemoryLimit | None:
         if self.memory is None:
@@ -104,7 +130,10 @@ class Balanced:
             in_flight = [self.num_stages - stage for stage in range(self.num_stages)]
         return MemoryLimit(
             cap=self.memory,
-            fixed=[cost.parameter_bytes * self.bytes_per_parameter_byte for cost in layers],
+            fixed=[
+                cost.parameter_bytes * self.bytes_per_parameter_byte + cost.backward_bytes
+                for cost in layers
+            ],
             per_microbatch=[cost.activation_bytes for cost in layers],
             in_flight=in_flight,
         )

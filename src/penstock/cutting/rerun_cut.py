@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from penstock.cutting.cut_model import CutModel, as_keywords
 from penstock.cutting.cut_policies import Balanced
 from penstock.cutting.hollow import Hollow
-from penstock.cutting.layer_costs import LayerCost
 from penstock.cutting.model_names import Names
 from penstock.cutting.repeated_inputs import RepeatedInputs
 from penstock.cutting.rerun_stage import RerunStage, Spot, units_of
+from penstock.cutting.shape_counts import LayerCost
 from penstock.cutting.trial_stage import TrialStage
 from penstock.cutting.unit_calls import (
     Recording,
@@ -116,7 +116,7 @@ def _choose(
             )
             for group in groups
         ]
-        costs = policy.with_loss(counted) if recording.is_counted else counted
+        costs = policy.with_loss(counted, recording.outputs) if recording.is_counted else counted
     return [firsts[start] for start in policy.choose(costs, names)]
 
 

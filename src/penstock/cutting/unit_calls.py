@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.cutting.layer_costs import LayerCost, counted, counting_saved
 from penstock.cutting.own_backwards import ONE_AT_A_TIME, noticing_functions
+from penstock.cutting.shape_counts import LayerCost, counted, counting_saved
 from penstock.cutting.tensor_uses import NotingUses, Uses
 from penstock.stage.unchanged import kept_as_it_was
 from penstock.torch_private import pytree, version_of
@@ -86,6 +86,8 @@ class Recording:
     """The inputs that the forward changes in place."""
     is_counted: bool
     """Whether costs are those of operations, not of parameters."""
+    outputs: Any
+    """The outputs of the model, with tensors on the meta device."""
 
 
 def record_calls(model: nn.Module, kwargs: dict[str, Any], num_units: int) -> Recording:
@@ -151,9 +153,10 @@ def _record(
         own = pytree.tree_map_only(Tensor, Tensor.clone, kwargs)
         versions = {name: _versions(value) for name, value in own.items()}
         with NotingUses(known, lambda: (run.position, run.is_inside)) as uses:
-            model(**own)
+            outputs = model(**own)
         written = frozenset(name for name in own if _versions(own[name]) != versions[name])
-        return Recording(run.finish(uses.found), uses.found, written, operations is not None)
+        calls, is_counted = run.finish(uses.found), operations is not None
+        return Recording(calls, uses.found, written, is_counted, _forms(outputs))
 
 
 def _versions(tree: Any) -> list[int]:

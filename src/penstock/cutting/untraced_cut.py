@@ -58,5 +58,5 @@ def cut_between_modules(
                 "the policy has no costs, and there are no mb_args to count them with. "
                 "Give mb_args, an example of one microbatch."
             )
-        costs_of_layers = stages.with_loss(count_chain(chain, mb_args, mb_kwargs or {}))
+        costs_of_layers = stages.with_loss(*count_chain(chain, mb_args, mb_kwargs or {}))
     return chain.cut(stages.choose(costs_of_layers, chain.names))

@@ -1,20 +1,18 @@
 """The cut of a model: balanced, or as the caller says."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from torch import nn
 
-from penstock.cutting import Balanced, CutModel, LayerCost, SplitPoint, count_loss, cut, cut_any
+from penstock.cutting import Balanced, CutModel, SplitPoint, cut, cut_any
 from penstock.errors import StageError
 from penstock.ir import Placement
 from penstock.parallel.example_batch import Microbatch
+from penstock.runtime.own_loss import OwnLoss
 from penstock.runtime.step_settings import LossFn
 
 Cut: TypeAlias = CutModel | Mapping[str, SplitPoint] | Sequence[str] | Balanced | None
-
-LOGGER = logging.getLogger("penstock")
 
 
 def cut_as_given(
@@ -25,17 +23,22 @@ def cut_as_given(
     loss_fn: LossFn | None,
 ) -> CutModel:
     """Cut a model into as many stages as the placement has; without a cut, into balanced ones."""
-    if microbatch.target is not None and (given is not None or loss_fn is None):
+    # What a model computes itself is in its layers.
+    counted = None if isinstance(loss_fn, OwnLoss) else loss_fn
+    if microbatch.target is not None and (given is not None or counted is None):
+        reason = "the cut was given too"
+        if given is None:
+            reason = "there is no loss_fn" if loss_fn is None else "the model computes the loss"
         raise StageError(
             "example_target was given, with which a balanced cut counts the loss, but "
-            f"{'there is no loss_fn' if loss_fn is None else 'the cut was given too'}. "
-            "Leave one of them out."
+            f"{reason}. Leave one of them out."
         )
     args, kwargs = microbatch.args, microbatch.kwargs
     match given:
         case None:
-            loss = _cost_of_loss(model, loss_fn, microbatch)
-            policy = Balanced(placement.num_stages, placement=placement, loss=loss)
+            policy = Balanced(
+                placement.num_stages, placement=placement, loss_fn=counted, target=microbatch.target
+            )
             pieces = cut_any(model, policy, args, kwargs)
         case Balanced():
             pieces = cut_any(model, given, args, kwargs)
@@ -62,16 +65,3 @@ def cut_as_given(
             "stages, or another schedule or stages_per_rank."
         )
     return pieces
-
-
-def _cost_of_loss(
-    model: nn.Module, loss_fn: LossFn | None, microbatch: Microbatch
-) -> LayerCost | None:
-    if microbatch.target is None or loss_fn is None:
-        return None
-    args, kwargs = microbatch.args, microbatch.kwargs
-    try:
-        return count_loss(model, loss_fn, args, kwargs, target=microbatch.target)
-    except Exception as error:  # It is the caller's own, and only a hint is lost.
-        LOGGER.warning("the balanced cut does not count the loss: %r", error)
-        return None

@@ -70,8 +70,9 @@ def parallelize(
 
     `loss_fn(output, target)` returns the mean over a microbatch; "model" is for a model that
     returns its own, as those of transformers do that are given labels. Without it, the model can
-    only `predict`. With `example_target`, a target as `step` will be given, the balanced cut counts
-    what the loss costs, which is much if the vocabulary is large.
+    only `predict`. The balanced cut counts what the loss costs, which is much if the vocabulary is
+    large. For a function that is not torch's own, this needs `example_target`, a target as `step`
+    will be given.
 
     `schedule` is a name, a Schedule, "auto" or an `Auto(...)`. `cut` says where stages begin:
     nothing for balanced stages, or names of modules, a `split_spec`, a policy, or a `CutModel`.

@@ -1,7 +1,7 @@
 """The costs of layers for microbatches of any size."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.cutting import LayerCost, count_layers, measure_layers
 from penstock.errors import CostError
 from penstock.microbatches import split_args_kwargs_into_chunks
+from penstock.microbatches.splitting import split_target
 from penstock.planning.checked_counts import to_amount
 from penstock.torch_private import pytree
 
@@ -43,13 +44,18 @@ class GivenLayers:
             )
 
         for index, cost in enumerate(self.given):
-            for name in ("time", "parameter_bytes", "activation_bytes"):
+            for name in ("time", "parameter_bytes", "activation_bytes", "backward_bytes"):
                 to_amount(f"layers[{index}].{name}", getattr(cost, name))
 
     def costs(self, num_microbatches: int) -> list[LayerCost]:
         factor = self.batch_size / num_microbatches / self.mb_size
         return [
-            replace(cost, time=cost.time * factor, activation_bytes=cost.activation_bytes * factor)
+            replace(
+                cost,
+                time=cost.time * factor,
+                activation_bytes=cost.activation_bytes * factor,
+                backward_bytes=cost.backward_bytes * factor,
+            )
             for cost in self.given
         ]
 
@@ -64,6 +70,8 @@ class ModelLayers:
     layers: Sequence[Any] | None
     measure: bool
     speed: float
+    loss_fn: Callable[[Any, Any], Any] | None
+    target: Any
 
     def __post_init__(self) -> None:
         tensors = [
@@ -94,5 +102,13 @@ class ModelLayers:
         LOGGER.info("planning: %s layers for %d microbatches", verb, num_microbatches)
         args, kwargs = split_args_kwargs_into_chunks(self.args, self.kwargs, num_microbatches)
         find = measure_layers if self.measure else count_layers
-        found = find(self.model, args[0], kwargs[0], layers=self.layers)
+        target = None if self.target is None else split_target(self.target, num_microbatches)[0]
+        found = find(
+            self.model,
+            args[0],
+            kwargs[0],
+            layers=self.layers,
+            loss_fn=self.loss_fn,
+            target=target,
+        )
         return [replace(cost, time=cost.time / self.speed) for cost in found]

@@ -40,6 +40,7 @@ class _Layers:
     names: tuple[str, ...]
     times: tuple[float, ...]
     fixed: tuple[float, ...]
+    """The memory of parameters, and of the loss's backward, which runs for one at a time."""
     activations: tuple[float, ...]
 
     @classmethod
@@ -47,7 +48,7 @@ class _Layers:
         """Join layers that have the same name or none, such as a module that is called twice."""
         rows: dict[str, list[float]] = {}
         for cost in costs:
-            fixed = cost.parameter_bytes * bytes_per_parameter_byte
+            fixed = cost.parameter_bytes * bytes_per_parameter_byte + cost.backward_bytes
             values = [cost.time, fixed, cost.activation_bytes]
             if rows and (cost.name in rows or not cost.name):
                 last = rows[next(reversed(rows))]

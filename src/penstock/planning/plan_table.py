@@ -33,7 +33,10 @@ class PlanRow:
     costs: CostTable
     """The costs of the stages for one microbatch."""
     parameter_memory: tuple[float, ...]
-    """The memory of each rank for parameters, their gradients and the optimizer's state."""
+    """The memory of each rank for parameters, their gradients and the optimizer's state.
+
+    On the rank of the last stage, with what the backward of a counted loss needs.
+    """
     result: SearchResult
     levels: tuple[Level, ...] = ()
     """The memory level of each stage; none if no levels were given."""

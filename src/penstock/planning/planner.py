@@ -1,6 +1,6 @@
 """Plan the cut, the number of microbatches and the schedule for a model together."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -33,6 +33,8 @@ def plan(
     microbatches: int | Iterable[int] | None = None,
     stages_per_rank: int | Iterable[int] = (1, 2),
     layers: Sequence[Any] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    target: Any = None,
     measure: bool = False,
     speed: float | None = None,
     delay: float = 0.0,
@@ -48,7 +50,8 @@ def plan(
     - a model; `batch` and `kwargs` are its arguments for a whole batch. Costs are counted from
       shapes, also on the meta device: as operations, or as seconds if `speed` is the number of
       operations that a rank does per second. With `measure` they are measured on this machine.
-      `layers` is as in `penstock.cut_between_modules`.
+      `layers` is as in `penstock.cut_between_modules`. With `loss_fn`, the last layer has the cost
+      of the loss too; `target` is that of a whole batch, which torch's own losses do not need.
     - costs of layers for microbatches of `mb_size` samples; `batch` is a number of samples.
     - a table of stages, with the same `mb_size` and `batch`; `memory` is for activations only.
     - tables of the same stages by memory level; the plan chooses a level for each stage.
@@ -86,10 +89,11 @@ def plan(
         _refuse(
             "mb_size", mb_size, "A model is given the whole batch, which is cut into microbatches."
         )
-        own = _read_model(what, batch, kwargs, layers, measure, speed)
+        own = _read_model(what, batch, kwargs, layers, measure, speed, loss_fn, target)
         source = LayerSource(own, request)
     else:
-        given = {"kwargs": kwargs, "layers": layers, "measure": measure or None, "speed": speed}
+        given: dict[str, object] = {"kwargs": kwargs, "layers": layers, "loss_fn": loss_fn}
+        given |= {"target": target, "measure": measure or None, "speed": speed}
         for name, value in given.items():
             _refuse(name, value, "It is for a model, but costs were given.")
         source = _read_costs(what, batch, mb_size, request)
@@ -107,6 +111,8 @@ def _read_model(
     layers: Sequence[Any] | None,
     measure: bool,
     speed: float | None,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    target: Any,
 ) -> LayersOfBatch:
     if measure:
         _refuse("speed", speed, "It is for counted costs, but measure is True.")
@@ -117,7 +123,7 @@ def _read_model(
             "tensors, which may be on the meta device."
         )
     pace = 1.0 if speed is None else to_amount("speed", speed, above_zero=True)
-    return ModelLayers(model, tuple(args), kwargs or {}, layers, measure, pace)
+    return ModelLayers(model, tuple(args), kwargs or {}, layers, measure, pace, loss_fn, target)
 
 
 def _read_costs(what: Any, batch: Any, mb_size: int | None, request: Request) -> AbstractSource:
