@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "browser")]
 
 FIELDS = {"schedule": "searched", "beside": "", "memory": "3", "forward": "1,1,1,1.4"}
-WIDTH, HEIGHT = 1240, 1250
+WIDTH, HEIGHT = 1240, 1340
 
 
 def take(browser: Chrome, address: str, theme: Literal["light", "dark"], path: Path) -> None:
@@ -19,7 +19,7 @@ def take(browser: Chrome, address: str, theme: Literal["light", "dark"], path: P
 
     open_page(browser, f"{address}?{urlencode(FIELDS)}", width=WIDTH, height=HEIGHT)
     set_system_theme(browser, theme)
-    script = "return document.body.dataset.state === 'ready'"
+    script = "return document.getElementById('advice').children.length > 0"
     wait_until(browser, lambda browser: browser.execute_script(script), "all answers")
     canvas_digests(browser)  # Waits until all is painted.
     browser.save_screenshot(str(path))

@@ -389,6 +389,14 @@ def test_narrow_window_needs_no_sideways_scrolling(page: StudioPage) -> None:
     assert page.browser.execute_script(script) <= 400
 
 
+def test_page_says_what_limits_the_searched_schedule(page: StudioPage) -> None:
+    page.change("ranks", "2")
+    wait_until(page.browser, lambda browser: page.text("#advice"), "advice")
+    assert "the step" in page.text("#advice")
+    page.change("search", "off")
+    assert "" == page.text("#advice")
+
+
 def test_large_pipeline_is_drawn(page: StudioPage) -> None:
     page.change("search", "off")
     page.change("ranks", "32")
@@ -410,4 +418,4 @@ def test_stopped_studio_is_told_and_found_again_when_it_is_back(browser: Chrome)
     with studio("--port", port):
         page.change("ranks", "3")
         assert "num_ranks=3, " in page.text("#python")
-    assert [] == console_errors(browser)
+        assert [] == console_errors(browser)

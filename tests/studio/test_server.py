@@ -56,7 +56,7 @@ def test_picture_has_what_is_asked_for(client: TestClient) -> None:
     assert "/files/v-min_p2_m8.csv?schedule=V-Min&ranks=2" == csv["href"]
 
 
-@pytest.mark.parametrize("path", ["/picture", "/table", "/search"])
+@pytest.mark.parametrize("path", ["/picture", "/table", "/search", "/advice"])
 def test_wrong_values_are_told_field_by_field(client: TestClient, path: str) -> None:
     answer = client.get(path, params={"ranks": "x", "delay": "-1"})
     # With another status, a browser would note an error in its console.
@@ -67,7 +67,7 @@ def test_wrong_values_are_told_field_by_field(client: TestClient, path: str) -> 
     assert {"ranks", "delay"} == {*answer.json()["problems"]}
 
 
-@pytest.mark.parametrize("path", ["/picture", "/table", "/search"])
+@pytest.mark.parametrize("path", ["/picture", "/table", "/search", "/advice"])
 def test_memory_in_which_nothing_fits_is_told(client: TestClient, path: str) -> None:
     problems = client.get(path, params={"memory": "0.1"}).json()["problems"]
     assert problems["memory"].startswith("Nothing fits: rank 0 may hold 0.1")
@@ -119,7 +119,9 @@ def test_another_name_for_this_machine_is_refused(client: TestClient) -> None:
     assert 200 == client.get("/picture", headers={"host": "localhost:8787"}).status_code
 
 
-@pytest.mark.parametrize("path", ["/picture", "/table", "/search", "/files/a.csv", "/page.js"])
+@pytest.mark.parametrize(
+    "path", ["/picture", "/table", "/search", "/advice", "/files/a.csv", "/page.js"]
+)
 def test_page_of_elsewhere_gets_no_answer(client: TestClient, path: str) -> None:
     # Such a page may not read the answer, but its images and scripts could start searches.
     for site, expected in (("cross-site", 403), ("same-site", 403), ("same-origin", 200)):

@@ -19,9 +19,10 @@ from penstock.solver.searching import search
 
 _LEAST_GAIN = 0.005  # A smaller share of the time is not worth a word.
 _LEAST_LIMIT = 0.02  # And a change that would save less does not limit anything.
-_EFFORT = 0.05  # Of the brief searches, for an effort of 1.
+_EFFORT = 0.1  # Of each brief search, for an effort up to 1; less would miss most gains.
 _LEAST_S = 0.2  # The time that any of them may take.
 _MOST_SEARCHES = 8
+_SMALL_BUBBLE = 0.05
 _TIMES = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 
 
@@ -73,7 +74,7 @@ def advise(
         memory=found.memory,
         gathers=found.gathers,
     )
-    brief = _Brief(found, seconds / _MOST_SEARCHES, effort * _EFFORT)
+    brief = _Brief(found, seconds / _MOST_SEARCHES, max(effort, 1.0) * _EFFORT)
     rank, share = _busiest(asked)
     moved = brief.gain(asked.with_equal_stages()) if share > 1 + _LEAST_GAIN else 0.0
     filling = brief.gain(asked.with_twice_the_microbatches())
@@ -88,7 +89,8 @@ def advise(
     limit = max(limits, key=limits.__getitem__)
     if limits[limit] < _LEAST_LIMIT:
         idle = 1 - fmean(rank.busy for rank in found.report.ranks) / found.time
-        limit = f"The work itself limits the step: ranks are idle for {idle:.1%} of the time."
+        what = "The work itself limits" if idle < _SMALL_BUBBLE else "No one thing limits"
+        limit = f"{what} the step: ranks are idle for {idle:.1%} of the time."
     helps = [
         Help(f"layers moved away from rank {rank}, for equal stages", moved),
         Help("twice as many microbatches of the same size", filling),

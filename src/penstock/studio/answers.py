@@ -14,7 +14,6 @@ from penstock.ir import Placement, Schedule
 from penstock.schedules import REGISTRY, get
 from penstock.sim import simulate
 from penstock.solver import SearchResult
-from penstock.solver.advice import Advice
 from penstock.solver.best_schedule import advise_on, find_best
 from penstock.solver.comparison import SEARCHED, Comparison, Row
 from penstock.solver.placement_choices import default_placements, describe
@@ -33,7 +32,6 @@ FILES: Final = {
     "trace": "_trace.json",
     "costs": "_costs.json",
 }
-_ADVICE = 0.25  # The share of the time of a search that its advice may take.
 
 
 class FileData(TypedDict):
@@ -62,7 +60,12 @@ class RowData(TypedDict):
     peak: float | None
     why: str
     note: NotRequired[str]
-    advice: NotRequired[list[str]]
+
+
+class AdviceData(TypedDict):
+    """The sentences under the table."""
+
+    advice: list[str]
 
 
 class BoundData(TypedDict):
@@ -82,22 +85,17 @@ class Shown:
     """The memory that it needs over a cap, in words; empty if it fits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Searched:
-    """The searched schedule, and what limits it."""
-
-    result: SearchResult
-    advice: Advice
-
-
-def search(inputs: Inputs) -> Searched:
+def search(inputs: Inputs) -> SearchResult:
     """Search with one stage per rank, with two, and with the number given; return the best."""
-    groups, effort = _groups(inputs), inputs.effort
-    found = find_best(inputs.question, groups, seconds=inputs.seconds, effort=effort)
-    seconds = inputs.seconds * _ADVICE
-    return Searched(
-        found, advise_on(inputs.question, found, groups, seconds=seconds, effort=effort)
-    )
+    groups = _groups(inputs)
+    return find_best(inputs.question, groups, seconds=inputs.seconds, effort=inputs.effort)
+
+
+def advise(inputs: Inputs, found: SearchResult) -> AdviceData:
+    """Say what limits the searched schedule, and what would help."""
+    seconds, effort = inputs.seconds, inputs.effort
+    advice = advise_on(inputs.question, found, _groups(inputs), seconds=seconds, effort=effort)
+    return {"advice": advice.lines}
 
 
 def check_memory(inputs: Inputs) -> None:
@@ -111,12 +109,12 @@ def check_memory(inputs: Inputs) -> None:
         raise FieldError({"memory": str(nothing_fits(problems))})
 
 
-def make(inputs: Inputs, field: str, name: str, found: Searched | None) -> Shown:
+def make(inputs: Inputs, field: str, name: str, found: SearchResult | None) -> Shown:
     """Return the schedule that `field` names; `found` is the searched one."""
     question = inputs.question
     if name == SEARCHED:
         assert found is not None
-        schedule = found.result.schedule
+        schedule = found.schedule
     else:
         generator = get(name)
         try:
@@ -193,16 +191,14 @@ def table(inputs: Inputs) -> Iterator[RowData | BoundData]:
     yield {"bound": comparison.bound_in_words}
 
 
-def searched_row(inputs: Inputs, found: Searched) -> RowData:
+def searched_row(inputs: Inputs, found: SearchResult) -> RowData:
     """Return the table's row for the searched schedule."""
-    result = found.result
-    row = Comparison(inputs.question).add(SEARCHED, result.schedule)
+    row = Comparison(inputs.question).add(SEARCHED, found.schedule)
     assert row is not None
-    count = sum(tried.count for tried in result.tried)
-    ending = "" if result.is_complete else ", when the time ran out"
-    note = f"{count:,} schedules were tried in {result.seconds:.1f} s{ending}."
-    data = row_data(inputs.question, row)
-    return {**data, "note": note, "advice": found.advice.lines}
+    count = sum(tried.count for tried in found.tried)
+    ending = "" if found.is_complete else ", when the time ran out"
+    note = f"{count:,} schedules were tried in {found.seconds:.1f} s{ending}."
+    return {**row_data(inputs.question, row), "note": note}
 
 
 def row_data(question: Question, row: Row) -> RowData:

@@ -9,15 +9,17 @@ import os
 import pickle
 import sys
 from asyncio.subprocess import PIPE
+from collections.abc import Callable
 from threading import Thread
+from typing import TypeVar
 
 from penstock.errors import FieldError
-from penstock.studio.answers import Searched, search
-from penstock.studio.typed_inputs import Inputs
+
+T = TypeVar("T")
 
 
-async def search_apart(inputs: Inputs) -> Searched:
-    """Return what a search in another process finds; cancelling this stops the search."""
+async def run_apart(search: Callable[..., T], *args: object) -> T:
+    """Return the result of a function in another process; cancelling this stops the process."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",  # Do not import from the folder where the studio was started.
@@ -30,7 +32,7 @@ async def search_apart(inputs: Inputs) -> Searched:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        process.stdin.write(pickle.dumps(inputs))  # [1]
+        process.stdin.write(pickle.dumps((search, args)))  # [1]
         found = await process.stdout.read()
         code = await process.wait()
     finally:
@@ -44,15 +46,15 @@ async def search_apart(inputs: Inputs) -> Searched:
                 "ran out of memory. Choose fewer ranks or microbatches, or turn the search off."
             }
         )
-    result: Searched = pickle.loads(found)
+    result: T = pickle.loads(found)
     return result
 
 
 def main() -> None:
     """Answer one question."""
-    inputs: Inputs = pickle.load(sys.stdin.buffer)
+    search, args = pickle.load(sys.stdin.buffer)
     Thread(target=_end_with_the_server, daemon=True).start()
-    sys.stdout.buffer.write(pickle.dumps(search(inputs)))  # [2]
+    sys.stdout.buffer.write(pickle.dumps(search(*args)))  # [2]
 
 
 def _end_with_the_server() -> None:

@@ -28,9 +28,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.draw.web_page import page_script, page_style
 from penstock.errors import FieldError
 from penstock.schedules import REGISTRY
+from penstock.solver import SearchResult
 from penstock.solver.comparison import SEARCHED
 from penstock.studio import answers
-from penstock.studio.search_process import search_apart
+from penstock.studio.search_process import run_apart
 from penstock.studio.typed_inputs import CHOICES, DEFAULTS, LARGEST, Inputs, read_inputs
 
 T = TypeVar("T")
@@ -79,6 +80,10 @@ def make_app() -> ASGIApp:
         found = await _unless_gone(request, searches.find(inputs))
         return _json(await _in_thread(answers.searched_row, inputs, found))
 
+    async def advice(request: Request) -> Response:
+        inputs = read_inputs(request.query_params)
+        return _json(await _unless_gone(request, searches.advise(inputs)))
+
     async def file(request: Request) -> Response:
         name = request.path_params["name"]
         if not _FILE_NAME.fullmatch(name):
@@ -102,6 +107,7 @@ def make_app() -> ASGIApp:
             Route("/picture", picture),
             Route("/table", table),
             Route("/search", search),
+            Route("/advice", advice),
             Route("/files/{name}", file),
         ],
         middleware=[
@@ -118,19 +124,27 @@ class _Searches:
     """The results of recent searches."""
 
     def __init__(self) -> None:
-        self._found: dict[Inputs, answers.Searched] = {}
+        self._found: dict[Inputs, SearchResult] = {}
         self._at_once = asyncio.Semaphore(_NUM_AT_ONCE)
 
-    async def find(self, inputs: Inputs) -> answers.Searched:
+    async def find(self, inputs: Inputs) -> SearchResult:
         """Return the searched schedule, which does not depend on what is drawn."""
         await _in_thread(answers.check_memory, inputs)
         key = replace(inputs, schedule=SEARCHED, beside="")
         async with self._at_once:
-            found = self._found.pop(key, None) or await search_apart(inputs)
+            found = self._found.pop(key, None)
+            if found is None:
+                found = await run_apart(answers.search, inputs)
         self._found[key] = found  # As the latest.
         while len(self._found) > _NUM_KEPT:
             del self._found[next(iter(self._found))]
         return found
+
+    async def advise(self, inputs: Inputs) -> answers.AdviceData:
+        """Return what limits the searched schedule, and what would help."""
+        found = await self.find(inputs)
+        async with self._at_once:
+            return await run_apart(answers.advise, inputs, found)
 
     async def show(self, inputs: Inputs) -> list[answers.Shown]:
         """Return the schedules to draw."""

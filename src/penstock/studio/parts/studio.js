@@ -40,7 +40,7 @@ class Round {
   async run() {
     if (!this.needsSearch) await this.draw();
     if (this.hasNext) return;
-    if (await this.compare()) await this.search();
+    this.hasFound = await this.compare() && await this.search();
     if (this.needsSearch) await this.draw();
   }
 
@@ -83,15 +83,25 @@ class Round {
   async search() {
     byId("tried").textContent = "";
     byId("advice").replaceChildren();
-    if (form.get("search") === "off") return table.remove("searched");
-    table.wait("searched");
-    const answer = await this.ask("search");
-    if (!answer) return table.remove("searched");
+    const isOn = form.get("search") !== "off";
+    if (isOn) table.wait("searched");
+    const answer = isOn ? await this.ask("search") : null;
+    if (!answer) {
+      await table.remove("searched");
+      return false;
+    }
     const found = await this.read(answer.json());
     byId("tried").textContent = found.note ?? "";
-    const advice = found.advice ?? [];
+    await table.add(found);
+    return true;
+  }
+
+  /** Says what limits the searched schedule, and what would help; all else is there already. */
+  async advise() {
+    const answer = this.hasFound ? await this.ask("advice") : null;
+    if (!answer) return;
+    const { advice } = await this.read(answer.json());
     byId("advice").replaceChildren(...advice.map((line) => make("li", {}, line)));
-    return table.add(found);
   }
 
   /** Returns the answer; if something is wrong with the fields, says so and returns null. */
@@ -169,6 +179,10 @@ async function begin() {
   if (mine.hasNext) return begin();
   document.body.dataset.state = state;
   keepAddress();
+  if (state !== "ready") return;
+  await mine.advise().catch((error) => {
+    if (!mine.isAborted && !(error instanceof Gone)) console.error(error);
+  });
 }
 
 /** Keeps the state of the fields in the address, so that it can be saved and shared. */
