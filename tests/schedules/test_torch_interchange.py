@@ -9,7 +9,17 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from penstock import Placement, Schedule, schedules
 from penstock.errors import ScheduleError
-from penstock.ir import Backward, BackwardWeight, Overlap, ReduceGrads, Reshard, Unshard
+from penstock.ir import (
+    Backward,
+    BackwardWeight,
+    Message,
+    Overlap,
+    Recompute,
+    ReduceGrads,
+    Reshard,
+    Send,
+    Unshard,
+)
 from penstock.ir.action import SHARDING_TYPES, compute_parts, is_compute
 from penstock.ir.csv_text import parse_cell
 from penstock.passes import add_comms
@@ -288,3 +298,10 @@ def test_schedule_is_found_by_the_name_of_torchs_class(name: str) -> None:
     class_name = torch_schedules.get_schedule_class(name).__name__
     assert f"Schedule{name}" == class_name
     assert schedules.get(name) is schedules.get(class_name)
+
+
+def test_torch_refuses_what_it_does_not_know() -> None:
+    """Recomputation and messages that skip stages are ours: torch's loader says so."""
+    for action in (Recompute(0, 3), Send(Message(0, 3, 1))):
+        with pytest.raises(RuntimeError, match="Invalid action string"):
+            torch_schedules._Action.from_str(str(action))
