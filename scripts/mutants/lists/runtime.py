@@ -11,7 +11,33 @@ COSTS = "tests/runtime/test_stage_costs.py"
 OVERLAPPED = "tests/dist/test_overlapped_collectives.py"
 AUTO = "tests/runtime/test_auto.py tests/runtime/test_next_schedule.py"
 TESTS = NUMERICS
+AGAIN = "tests/runtime/test_recomputing.py"
 MUTANTS = [
+    # Forwards that run twice.
+    (
+        "runtime/step.py",
+        "        with nothing_saved():\n",
+        "        with torch.enable_grad():\n",
+        AGAIN,
+    ),
+    (
+        "runtime/step.py",
+        "            self.losses.let_go(mb)\n        self._dropping",
+        "            pass\n        self._dropping",
+        AGAIN,
+    ),
+    (
+        "runtime/in_flight.py",
+        "[copies.get(id(leaf), leaf) for leaf in leaves]",
+        "list(leaves)",
+        AGAIN,
+    ),
+    (
+        "runtime/in_flight.py",
+        "*(self._loss_modules if stage.is_last else ())",
+        "*()",
+        AGAIN,
+    ),
     # What a rank has to do.
     (
         "runtime/program.py",
@@ -74,7 +100,7 @@ MUTANTS = [
         "tests/runtime/test_custom_parts.py",
     ),
     (
-        "runtime/step.py",
+        "runtime/messages/handing_over.py",
         "if (type(leaf) is Tensor or is_dtensor(leaf)) and not leaf.requires_grad:",
         "if False:",
         "tests/runtime/test_odd_models.py",
@@ -104,7 +130,7 @@ MUTANTS = [
         "tests/dist/test_ddp_in_pipeline.py",
     ),
     (
-        "runtime/step.py",
+        "runtime/without_autocast.py",
         "        if torch.is_autocast_enabled(device_type):",
         "        if False and torch.is_autocast_enabled(device_type):",
         "tests/runtime/test_precision_and_recomputation.py",

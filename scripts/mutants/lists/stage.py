@@ -1,8 +1,50 @@
-"""Stages: the meshes of the DTensors that they receive, and contexts around forwards."""
+"""Stages: the meshes of DTensors that they receive, contexts around forwards, and repeated ones."""
 
 CONTEXTS = "tests/runtime/test_forward_contexts.py"
 TESTS = "tests/dist/test_dtensor_messages.py -k are_refused"
+AGAIN = "tests/runtime/test_recomputing.py"
 MUTANTS = [
+    ("stage/random_states.py", "        self._put_back()\n        try", "        try", AGAIN),
+    ("stage/random_states.py", "            now._put_back()", "            pass", AGAIN),
+    (
+        "stage/random_states.py",
+        "generators = [torch.default_generator, *own]",
+        "generators = [torch.default_generator]",
+        AGAIN,
+    ),
+    (
+        "stage/repeating.py",
+        "elif value.is_changed or value.has_new_values:",
+        "elif value.is_changed:",
+        AGAIN,
+    ),
+    (
+        "stage/repeating.py",
+        "is_copied = forwards.changing is None or (module, name) in forwards.changing",
+        "is_copied = forwards.changing is None",
+        AGAIN,
+    ),
+    (
+        "stage/repeating.py",
+        "                self._buffers[value.module][value.name] = value.copy\n",
+        "                pass\n",
+        AGAIN,
+    ),
+    ("stage/repeating.py", "        own.update(now)\n", "        own.update(values)\n", AGAIN),
+    ("stage/repeating.py", "        _assign(now)\n", "        pass\n", AGAIN),
+    ("stage/repeating.py", "    _assign(values)\n", "    pass\n", AGAIN),
+    (
+        "stage/repeating.py",
+        "leaves = [copies.get(id(leaf), leaf) for leaf in self._leaves]",
+        "leaves = self._leaves",
+        AGAIN,
+    ),
+    (
+        "stage/repeating.py",
+        "            if _version(param) != version:",
+        "            if False:",
+        AGAIN,
+    ),
     (
         "stage/meshes.py",
         "if (own := coordinate_on(mesh)) != spread.coordinate:",

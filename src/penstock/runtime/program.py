@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.errors import ScheduleError
 from penstock.ir import (
     Action,
     Backward,
     BackwardInput,
     BackwardWeight,
+    Forward,
     Message,
     Rank,
     Recompute,
@@ -26,7 +26,7 @@ from penstock.ir import (
     StageId,
     Unshard,
 )
-from penstock.ir.action import SingleCompute, compute_parts
+from penstock.ir.action import SingleCompute, compute_parts, recomputed_by
 from penstock.ir.dataflow import Dataflow, sent_by
 from penstock.ir.lazy_orders import Order
 from penstock.ir.message import Channel
@@ -47,6 +47,8 @@ class Task:
     """True if this microbatch's backward on this stage is split."""
     completes_grads: bool
     """True if this adds the last weight gradient of its stage in this step."""
+    drops: bool
+    """True for a forward that keeps only its inputs, as it is recomputed before its backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Program:
     """The stages for which the schedule says when parameters are gathered."""
     channels: frozenset[Channel]
     """The channels that end at this rank."""
+    recomputes: bool
+    """True if some forwards run twice."""
 
 
 def make_program(
@@ -88,7 +92,6 @@ def make_program(
     The gradients of the rank's `sharded` stages are reduced once, after their last backward.
     """
     verify(schedule, rank=rank)
-    _refuse_recompute(schedule, rank)
     sends = flow_of_sends(schedule, skips)
     flow = Dataflow(schedule, skips)
     order = tuple(with_sends(schedule.orders[rank], sends))
@@ -107,15 +110,8 @@ def make_program(
         channels=frozenset(
             [Channel(sender, rank) for sender in arriving] + list(map(flow.channel, sent_by(order)))
         ),
+        recomputes=any(isinstance(action, Recompute) for action in order),
     )
-
-
-def _refuse_recompute(schedule: Schedule, rank: Rank) -> None:
-    if again := next((a for a in schedule.orders[rank] if isinstance(a, Recompute)), None):
-        raise ScheduleError(
-            f"rank {rank} has {again}, which runs a forward again. Such schedules can be planned, "
-            "but not run yet: call remove_recompute(schedule)."
-        )
 
 
 def _sent_to(receiver: Rank, order: Order, flow: Dataflow) -> Iterator[Message]:
@@ -153,6 +149,7 @@ def _with_frees_and_reductions(order: Order, sharded: Collection[StageId]) -> Or
 def _entries(order: Order, flow: Dataflow) -> Iterator[Entry]:
     computes = [part for action in order for part in compute_parts(action)]
     split = {(part.stage, part.mb) for part in computes if isinstance(part, BackwardInput)}
+    recomputed = recomputed_by(order)
     last: dict[StageId, SingleCompute] = {
         part.stage: part for part in computes if isinstance(part, Backward | BackwardWeight)
     }
@@ -166,6 +163,7 @@ def _entries(order: Order, flow: Dataflow) -> Iterator[Entry]:
                     makes=flow.made(part),
                     is_split=(part.stage, part.mb) in split,
                     completes_grads=last.get(part.stage) == part,
+                    drops=isinstance(part, Forward) and (part.stage, part.mb) in recomputed,
                 )
                 for part in compute_parts(action)
             ),

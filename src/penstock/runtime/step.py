@@ -1,12 +1,10 @@
 """One batch through the schedule: all state of a step, from its first action to its last."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from penstock.comm.collective_results import values_of, waited
@@ -18,6 +16,7 @@ from penstock.ir import (
     Forward,
     Message,
     MicrobatchId,
+    Recompute,
     ReduceGrads,
     Reshard,
     Send,
@@ -25,17 +24,18 @@ from penstock.ir import (
     Unshard,
 )
 from penstock.ir.action import SHARDING_TYPES, Sharding, SingleCompute
-from penstock.microbatches.hidden_tensors import hides_gradient
+from penstock.runtime.in_flight import Dropped, DroppingForwards, InFlight, Payload
 from penstock.runtime.losses import Losses
 from penstock.runtime.measuring.observer import UNWATCHED, Leaves, Observer
 from penstock.runtime.messages.forms import Form, flatten, unflatten
+from penstock.runtime.messages.handing_over import hand_over
 from penstock.runtime.messages.mailbox import Mailbox
 from penstock.runtime.outside_graphs import OutsideGraphs
 from penstock.runtime.program import Entry, Program, Task
 from penstock.runtime.step_settings import Batch, CustomFunction, Settings
 from penstock.runtime.tied_parameters import TiedGrads
+from penstock.runtime.without_autocast import without_autocast
 from penstock.stage import PipelineStage
-from penstock.stage.dtensors import copy_with_spread
 from penstock.stage.outputs import as_outputs
 from penstock.stage.passage import (
     Passage,
@@ -44,33 +44,13 @@ from penstock.stage.passage import (
     needs_grad,
     stand_in_for,
 )
+from penstock.stage.repeating import nothing_saved
 from penstock.torch_private import (
-    REGISTER_PYTREE_NODE,
     is_any_autocast_enabled,
-    is_dtensor,
     pytree,
 )
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
 _NONE = frozenset((NoneType,))
-_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
-
-Payload: TypeAlias = tuple[Leaves, pytree.TreeSpec]
-"""The leaves of a message, and the structure that they are nested in."""
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A microbatch on a stage, between its forward and the end of its backward."""
-
-    passage: Passage
-    inputs: list[Leaves]
-    """The leaves of each message that arrived, by stage."""
-    outputs: list[Payload]
-    """The messages to other stages, by stage; empty on the last stage."""
-    outside: list[tuple[Tensor, Tensor]]
-    """The caller's tensors that need a gradient, each with its stand-in."""
-    loss: Tensor | None
 
 
 @dataclass(slots=True)
@@ -97,15 +77,22 @@ class Step:
     _arrived: dict[Message, tuple[Form, list[Tensor]]] = field(default_factory=dict)
     """The messages of other ranks that the next action needs, if the step is watched."""
     _receive: Callable[[Message], tuple[Form, list[Tensor]]] = field(init=False)
-    _in_flight: dict[tuple[StageId, MicrobatchId], _InFlight] = field(default_factory=dict)
+    _in_flight: dict[tuple[StageId, MicrobatchId], InFlight] = field(default_factory=dict)
     _pending: dict[tuple[StageId, MicrobatchId], WeightBackward] = field(default_factory=dict)
     _outside: OutsideGraphs = field(default_factory=OutsideGraphs)
     _awaiting_others: list[PipelineStage] = field(default_factory=list)
     """Stages whose own gradients are complete, in that order, but whose ties' are not."""
 
+    _is_plain: bool = field(init=False)
+    """True if nobody watches, and no forward runs twice."""
+    _dropping: DroppingForwards = field(init=False)
+    """Those that run twice; not set if the step is plain."""
+
     def __post_init__(self) -> None:
-        is_watched = self.observer is not UNWATCHED
-        self._receive = self._arrived.pop if is_watched else self.mailbox.receive
+        self._is_plain = self.observer is UNWATCHED and not self.program.recomputes
+        self._receive = self.mailbox.receive if self._is_plain else self._arrived.pop
+        if not self._is_plain:
+            self._dropping = DroppingForwards(self.settings.loss_fn)
 
     def run_all(self) -> None:
         """Run the program, from its first action to its last."""
@@ -136,7 +123,7 @@ class Step:
         with ranges.ending("wait for the end of all reductions"):
             for stage in self.stages.values():
                 stage.end_step()
-        with _without_autocast():
+        with without_autocast():
             self._outside.backward()
             if self.tied is not None:
                 # Last, since the caller's graph may also lead to a tied parameter.
@@ -210,9 +197,9 @@ class Step:
 
     @property
     def _run_task(self) -> Callable[[Task], None]:
-        return self._run if self.observer is UNWATCHED else self._run_watched
+        return self._run if self._is_plain else self._run_specially
 
-    def _run_watched(self, task: Task) -> None:
+    def _run_specially(self, task: Task) -> None:
         """Wait for the messages of a task first, so that the observer sees it apart from that."""
         observer = self.observer
         for message in task.needs:
@@ -220,7 +207,10 @@ class Step:
                 with observer.ranges.waiting(message):
                     self._arrived[message] = self.mailbox.receive(message)
         with observer.ranges.computing(task.action):
-            self._run(task)
+            if isinstance(task.action, Recompute):
+                self._recompute(task, self.stages[task.action.stage], task.action.mb)
+            else:
+                self._run(task)
         observer.clock.end(task.action)
         observer.memory.computed(task, self)
 
@@ -230,7 +220,7 @@ class Step:
         if isinstance(action, Forward):
             self._forward(task, stage, action.mb)
         elif is_any_autocast_enabled():
-            with _without_autocast():
+            with without_autocast():
                 self._run_backward(task, stage, action)
         else:
             self._run_backward(task, stage, action)
@@ -266,15 +256,62 @@ class Step:
         if kwargs:
             kwargs, others = self._outside.cut_off(kwargs)
             outside += others
-        if self.observer is UNWATCHED:
+        if self._is_plain:
             passage = stage.forward(mb, args, kwargs, is_split=task.is_split)
         else:
             self.observer.memory.arrived(task.needs, inputs)
-            with self.observer.memory.watching(stage, (args, kwargs)) as note:
-                passage = stage.forward(mb, args, kwargs, is_split=task.is_split)
-                note(passage.outputs)
+            if task.drops:
+                self._drop(task, stage, args, kwargs, inputs, outside)
+                return
+            passage = self._watch_forward(task, stage, args, kwargs)
         loss, payloads = self._hand_on(task, stage, mb, passage.outputs)
-        self._in_flight[stage.stage_index, mb] = _InFlight(passage, inputs, payloads, outside, loss)
+        self._in_flight[stage.stage_index, mb] = InFlight(passage, inputs, payloads, outside, loss)
+
+    def _watch_forward(
+        self, task: Task, stage: PipelineStage, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Passage:
+        is_split = task.is_split and not task.drops
+        with self.observer.memory.watching(stage, (args, kwargs)) as note:
+            passage = stage.forward(task.action.mb, args, kwargs, is_split=is_split)
+            note(passage.outputs)
+        return passage
+
+    def _drop(
+        self,
+        task: Task,
+        stage: PipelineStage,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Leaves],
+        outside: list[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Run a forward whose backward needs another one; keep only its inputs."""
+        mb = task.action.mb
+        repeated = self._dropping.begin(stage, mb, args, kwargs)
+        with nothing_saved():
+            outputs = self._watch_forward(task, stage, args, kwargs).outputs
+            outputs = pytree.tree_map_only(Tensor, stand_in_for, outputs)
+            loss, _ = self._hand_on(task, stage, mb, outputs)
+        repeated.settle()
+        if loss is not None:
+            self.losses.let_go(mb)
+        self._dropping.dropped[stage.stage_index, mb] = Dropped(repeated, inputs, outside)
+
+    def _recompute(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
+        """Run a forward again, with the graph that its backward needs."""
+        dropped = self._dropping.dropped.pop((stage.stage_index, mb))
+        self.observer.memory.arrived((), ())
+        loss: Tensor | None = None
+        payloads: list[Payload] = []
+        with dropped.repeated.again() as ((args, kwargs), copies):
+            passage = self._watch_forward(task, stage, args, kwargs)
+            if not stage.is_last:
+                payloads = [flatten(values) for values in stage.share_out(mb, passage.outputs)]
+            elif self.needs_losses:
+                value = self.losses.values[mb]
+                loss = self._compute_loss(stage, mb, passage.outputs)
+                self.losses.values[mb] = value  # Without a graph, until the backward.
+        self._in_flight[stage.stage_index, mb] = dropped.resumed(passage, payloads, loss, copies)
 
     def _hand_on(
         self, task: Task, stage: PipelineStage, mb: MicrobatchId, outputs: Any
@@ -287,7 +324,7 @@ class Step:
             for message, values in zip(task.makes, stage.share_out(mb, outputs), strict=True):
                 payload = flatten(values)
                 if message.taker in self.stages:
-                    self._hand_over(payload[0], stage, mb)
+                    hand_over(payload[0], stage, mb, has_backward=self.has_backward)
                 self._made[message] = payload
                 payloads.append(payload)
             return None, payloads
@@ -307,19 +344,6 @@ class Step:
             self.observer.memory.watching(stage, outputs),
         ):
             return self.losses.compute(mb, outputs)
-
-    def _hand_over(self, leaves: Leaves, stage: PipelineStage, mb: MicrobatchId) -> None:
-        """Prepare outputs for a stage of this rank; raise an error if gradients would be lost."""
-        for number, leaf in enumerate(leaves):
-            if self.has_backward and not isinstance(leaf, Tensor) and hides_gradient(leaf):
-                raise StageError(
-                    f"stage {stage.stage_index}, microbatch {mb}: output {number} is a "
-                    f"{type(leaf).__name__} with a tensor that needs a gradient, which would be "
-                    "lost. Return tensors, tuples or dicts, or register its class with "
-                    f"{REGISTER_PYTREE_NODE}."
-                )
-        # A tensor that needs no gradient may be the stage's own, such as a buffer that it changes.
-        leaves[:] = [_own_copy(leaf) for leaf in leaves]
 
     def _take_activation(self, message: Message) -> tuple[Leaves, tuple[Any, ...]]:
         """Return the leaves of a forward's graph, and the arguments that are made of them."""
@@ -353,7 +377,7 @@ class Step:
         else:
             self._pending[stage.stage_index, mb] = pending
 
-    def _hand_back(self, task: Task, flight: _InFlight, grads: tuple[Tensor | None, ...]) -> None:
+    def _hand_back(self, task: Task, flight: InFlight, grads: tuple[Tensor | None, ...]) -> None:
         """Put the gradients of a stage's inputs where they are needed: other stages, the caller."""
         inputs = flight.passage.inputs
         if len(inputs) == len(flight.inputs) == 1 and not flight.outside:
@@ -370,7 +394,7 @@ class Step:
             self._made[message] = flatten(tuple(found.get(id(x)) for x in leaves if needs_grad(x)))
 
     def _differentiate(
-        self, task: Task, stage: PipelineStage, mb: MicrobatchId, flight: _InFlight
+        self, task: Task, stage: PipelineStage, mb: MicrobatchId, flight: InFlight
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
         """Return the gradients of a microbatch's inputs, and its weight backward as a function."""
         arrived: list[Leaves] = []
@@ -391,14 +415,14 @@ class Step:
         return result
 
     def _run_passage(
-        self, mb: MicrobatchId, flight: _InFlight, grads: Any
+        self, mb: MicrobatchId, flight: InFlight, grads: Any
     ) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
         if flight.loss is not None and not self.losses.counts(mb):
             # The mean of no values is NaN, and zero times its gradient is not zero.
             return flight.passage.backward_of_nothing()
         return flight.passage.backward(grads, flight.loss)
 
-    def _take_gradients(self, task: Task, flight: _InFlight) -> tuple[Any, list[Leaves]]:
+    def _take_gradients(self, task: Task, flight: InFlight) -> tuple[Any, list[Leaves]]:
         """Return the gradients of a microbatch's outputs: nested like them, and by message.
 
         The former is None if none has arrived.
@@ -467,20 +491,3 @@ class Step:
         elif self.settings.on_grads_ready is not None:
             stage.finish_reduction()
             self.settings.on_grads_ready(stage)
-
-
-def _own_copy(leaf: Any) -> Any:
-    if (type(leaf) is Tensor or is_dtensor(leaf)) and not leaf.requires_grad:
-        return copy_with_spread(leaf)
-    return leaf
-
-
-def _without_autocast() -> AbstractContextManager[Any]:
-    """Return a context without autocast: a backward runs in the dtypes its forward chose."""
-    if not is_any_autocast_enabled():
-        return _AS_IT_IS
-    context = ExitStack()
-    for device_type in _AUTOCAST_DEVICES:
-        if torch.is_autocast_enabled(device_type):
-            context.enter_context(torch.autocast(device_type, enabled=False))
-    return context
