@@ -1,13 +1,13 @@
 """`penstock export`: write a trained model as a folder of Hugging Face."""
 
-from pathlib import Path
+import os
 from typing import Annotated
 
 import typer
 
-from penstock.cli import train_options as options
-from penstock.cli.train_command import run_training
-from penstock.training.saved import find_latest
+from penstock.cli.ranks import be_rank, start_ranks
+from penstock.training.export_choice import Export, choose_export
+from penstock.training.launching import is_worker
 
 
 def export(
@@ -15,7 +15,9 @@ def export(
         str, typer.Argument(metavar="CHECKPOINT", help="Folder of a training's checkpoints.")
     ],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder to write.")],
-    ranks: options.Ranks = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-p", help="Ranks to export on; 1 if not given.")
+    ] = None,
 ) -> None:
     """Write the last checkpoint of a training for from_pretrained() of transformers.
 
@@ -26,16 +28,23 @@ def export(
     penstock export runs/book exported
     penstock export runs/book exported --ranks 4
     """
-    given = {
-        "checkpoint": checkpoint,
-        "resume": True,
-        "export": folder,
-        "steps": find_latest(Path(checkpoint)).step,  # So none is left to train.
-        "warmup": 0,
-        "data": (),
-        "eval-data": (),
-        "schedule": "1F1B",
-        "force": True,  # What training would hold is not needed.
-        "ranks": 1 if ranks is None else ranks,
-    }
-    raise typer.Exit(run_training(given, as_json=False))
+    chosen = choose_export(checkpoint, folder, ranks, os.environ)
+    if is_worker(os.environ):
+        raise typer.Exit(be_rank(lambda: _work(chosen)))
+    num_ranks = chosen.config.num_ranks
+    arguments = ["export", checkpoint, folder, f"--ranks={num_ranks}"]
+    raise typer.Exit(start_ranks(arguments, num_ranks))
+
+
+def _work(chosen: Export) -> None:
+    """Run as one of the ranks; the first one says what is done."""
+    is_first = os.environ["RANK"] == "0"
+    if is_first:
+        print(chosen, flush=True)
+    from penstock.training.exporting import export_checkpoint
+    from penstock.training.worker import joined
+
+    with joined() as device:
+        export_checkpoint(chosen, device=device)
+    if is_first:
+        print(f"exported to {chosen.config.export}, for transformers", flush=True)

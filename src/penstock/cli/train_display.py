@@ -11,7 +11,7 @@ from penstock.cli.screen import console
 from penstock.solver.registered_schedules import registered
 from penstock.training.log_sinks import figures_of
 from penstock.training.orders import AUTO, choose_orders
-from penstock.training.saved import saved_steps, step_folder
+from penstock.training.saved import step_folder
 from penstock.training.settings import TrainConfig
 
 if TYPE_CHECKING:
@@ -190,8 +190,6 @@ def describe(config: TrainConfig) -> str:
     went_on = f", from the last checkpoint in {config.checkpoint}" if config.resume else ""
     times = f" x {config.num_pipelines} pipelines" if config.num_pipelines > 1 else ""
     what = "evaluating" if config.evaluate_only else "training"
-    if config.export and config.steps in saved_steps(Path(config.checkpoint)):
-        what = "exporting"
     return (
         f"{what} {config.model} in {_counted(num_stages, 'stage')} on "
         f"{_counted(config.num_ranks, 'rank')}{times} by {config.schedule}{went_on}"

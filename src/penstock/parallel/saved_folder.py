@@ -28,6 +28,7 @@ from penstock.parallel.pretrained import Pretrained
 from penstock.parallel.replaced_folder import begin_folder, complete_folder
 from penstock.parallel.safetensors_folder import SafetensorsFolder
 from penstock.parallel.safetensors_writing import Forms, SafetensorsWriter, num_bytes
+from penstock.parallel.tokenizer_files import copy_tokenizer
 from penstock.parallel.transformers_parts import (
     Conversion,
     is_of_transformers,
@@ -41,19 +42,6 @@ Gather: TypeAlias = Callable[[Any, str], list[Any]]
 """Returns the values of all ranks, of all replicas; the text says what they wait for."""
 
 _WHAT = "to save the model together"
-_TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "merges.txt",
-    "*.model",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "*.tiktoken",
-    "tokenizer*",
-    "vocab*",
-)
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 
 
@@ -299,9 +287,7 @@ def _complete(saved: SavedModel, files: _Files, folder: Path) -> None:
         config.use_cache = saved.had_cache
     config.save_pretrained(folder)
     if saved.origin is not None:
-        for pattern in _TOKENIZER_FILES:
-            for file in filter(Path.is_file, saved.origin.glob(pattern)):
-                shutil.copyfile(file, folder / file.name)
+        copy_tokenizer(saved.origin, folder)
     elif model.can_generate():
         model.generation_config.save_pretrained(folder)
 

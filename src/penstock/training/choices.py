@@ -88,7 +88,7 @@ def _choose_share(options: dict[str, Any]) -> None:
 def check_run(config: TrainConfig) -> Data:
     """Return the data that the run reads; raise an error if the run is impossible."""
     choose_orders(config)
-    _check_packages(config)
+    check_packages(config)
     documents = read_documents(config.data)
     _check_length(config, documents)
     evaluated = read_documents(config.eval_data, option="eval-data") if config.eval_data else None
@@ -121,7 +121,7 @@ def check_run(config: TrainConfig) -> Data:
     return Data(documents, evaluated)
 
 
-def _check_packages(config: TrainConfig) -> None:
+def check_packages(config: TrainConfig) -> None:
     """Raise an error if a package is missing that ranks would import."""
     is_of_transformers = isinstance(config.model, HuggingFaceModel)
     for what, package, extra, is_needed in (

@@ -4,12 +4,31 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
+
 from penstock.errors import OptionError
 from penstock.parallel import ParallelModel
+from penstock.parallel.tokenizer_files import copy_tokenizer
+from penstock.stage import Group
+from penstock.training.connected_ranks import connected
+from penstock.training.export_choice import Export
 from penstock.training.model_sources import HuggingFaceModel
+from penstock.training.models import Place, spread
+from penstock.training.orders import choose_orders
 from penstock.training.settings import TrainConfig
 
-_OF_TOKENIZERS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt")
+
+def export_checkpoint(
+    chosen: Export, *, group: Group = None, device: torch.device | str = "cpu"
+) -> None:
+    """Write a checkpoint as a folder; every rank calls this with the same arguments."""
+    config = chosen.config
+    with connected(group, torch.device(device)) as comm:
+        place = Place.of(config, group, torch.device(device))
+        pipe = spread(config, choose_orders(config), place)
+        pipe.load(chosen.folder)
+        export(pipe, config, is_first=comm.rank == 0)
+        pipe.close()
 
 
 def export(pipe: ParallelModel, config: TrainConfig, *, is_first: bool) -> None:
@@ -26,8 +45,8 @@ def export(pipe: ParallelModel, config: TrainConfig, *, is_first: bool) -> None:
             _restore_cache(config.model, Path(config.export) / "config.json")
         except OSError as error:
             raise OptionError(
-                f"--export is {config.export}, which cannot be completed: {error}. Name a folder "
-                "that you can write to."
+                f"{config.export} has the weights, but its tokenizer and configuration cannot be "
+                f"completed: {error}. Name a folder that you can write to."
             ) from error
 
 
@@ -36,10 +55,7 @@ def _add_tokenizer(config: TrainConfig, folder: Path) -> None:
     if source is None or source.parent.resolve() == folder.resolve():
         return
     shutil.copyfile(source, folder / "tokenizer.json")
-    for pattern in _OF_TOKENIZERS:
-        for file in source.parent.glob(pattern):
-            if not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
+    copy_tokenizer(source.parent, folder)
 
 
 def _restore_cache(model: HuggingFaceModel, file: Path) -> None:

@@ -96,7 +96,7 @@ class Saved:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise OptionError(
                 f"{folder / _FILE} does not say what the checkpoint was made with: {error!r}. "
-                f"Remove {folder} to resume from the previous checkpoint."
+                f"Remove {folder} to use the previous checkpoint."
             ) from error
 
     def _check(self) -> None:
@@ -221,16 +221,14 @@ def check_same(saved: Saved, config: TrainConfig, documents: Documents) -> None:
         "tokenizer": f"tokenizer ({was.get('tokenizer') or 'of the model, or bytes'})",
         "model": f"model ({was.get('model')})",
     }
-    if config.export and saved.step >= config.steps:
-        del where["data"]  # There is nothing left to train, so the data is not read.
     for name, described in where.items():
         if saved.digests.get(name) != digests[name]:
             raise OptionError(
                 f"the training in {config.checkpoint} had another --{name} than now. Give the same "
                 f"{described}, or begin a new training in another folder."
             )
-    if saved.step >= config.steps and not (config.evaluate_only or config.export):
+    if saved.step >= config.steps and not config.evaluate_only:
         raise OptionError(
             f"the training in {config.checkpoint} is already at step {saved.step}, and --steps is "
-            f"{config.steps}. Give more --steps to continue."
+            f"{config.steps}. Give more --steps to continue, or export it with `penstock export`."
         )

@@ -15,8 +15,9 @@ from penstock.comm import AbstractComm
 from penstock.stage import Group
 from penstock.timeline import Recording
 from penstock.training.choices import Data
+from penstock.training.connected_ranks import connected
 from penstock.training.settings import TrainConfig
-from penstock.training.trainer import RankTraining, StepDone, connected, settled
+from penstock.training.trainer import RankTraining, StepDone, settled
 
 _TURN = "to take turns with the next schedule"
 

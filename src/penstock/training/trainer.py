@@ -3,8 +3,8 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm, check_agreement
+from penstock.comm import AbstractComm, check_agreement
 from penstock.errors import OptionError
 from penstock.ir import Schedule
 from penstock.parallel import ParallelModel
-from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.stage import Group
 from penstock.timeline.recording import Recording
 from penstock.training.choices import Data
+from penstock.training.connected_ranks import connected
 from penstock.training.exporting import export
 from penstock.training.forecast import Forecast
 from penstock.training.held_out import Evaluated, Evaluation
@@ -125,24 +125,6 @@ def train(
                 export(run.pipe, config, is_first=comm.rank == 0)
             run.finish()
         return Trained(tuple(steps), run.pipe.schedule, tuple(evaluated), sample)
-
-
-@contextmanager
-def connected(group: Group, device: torch.device) -> Iterator[AbstractComm]:
-    """Connect the ranks for messages of the trainer; an error in the block reaches all ranks."""
-    comm: AbstractComm
-    if isinstance(group, LocalGroup):
-        comm = group.connect()
-    else:
-        comm = ProcessGroupComm(group, device, DEFAULT_TIMEOUT_S)
-    try:
-        yield comm
-        # No rank leaves while another may still read from it.
-        comm.gather(None, "to end the training")
-        comm.close()
-    except BaseException as error:
-        comm.fail(f"{type(error).__name__}: {error}")
-        raise
 
 
 class RankTraining:
