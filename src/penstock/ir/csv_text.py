@@ -7,9 +7,9 @@ An empty cell is an idle slot; it says nothing about the order and is dropped.
 So are the cells by which torch 2.15 waits for what it has started, such as 0WAIT_REDUCE_GRAD or
 0WAIT_SEND_F1, which must follow it: our runtime knows itself when to wait. `format_csv` writes them
 if asked to, since torch 2.15 does not load sends and reductions without them.
-A message that skips stages also names its other end; torch has no cell for this. 0SEND_F1>3 goes
-from stage 0 to stage 3, where it is 3RECV_F1<0. Nor does torch have one for recomputation, 0R1: its
-loader refuses such a file.
+A message that skips stages also names its other end: 0SEND_F1>3 goes from stage 0 to stage 3, where
+it is 3RECV_F1<0. torch has no cell for this, and its loader ignores the other end: such a file
+is for Penstock only. Nor does torch have a cell for recomputation, 0R1, which its loader refuses.
 """
 
 import csv
