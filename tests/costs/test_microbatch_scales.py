@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock import CostTable, Placement, schedules, search, simulate
+from penstock import CostTable, Placement, schedules, simulate
 from penstock.costs import Work
 from penstock.costs.given_costs import ShareCosts, TableCosts
 from penstock.costs.memory_levels import check_tables, mix_levels
@@ -194,8 +194,3 @@ def test_times_and_memory_grow_with_the_scales() -> None:
     assert [2.0, 0.5, 4.0, 1.0] == [a.end - a.start for a in report.actions()]
     assert 13.0 == max(point.held for point in report.memory(0))
     assert 13.0 == report.peak_memory
-
-
-def test_search_refuses_scales() -> None:
-    with pytest.raises(CostError, match="The costs have scales for 3 microbatches"):
-        search(table(time_scale=ROW), 2, 3)

@@ -16,12 +16,13 @@ def random_problem(
     fuses: bool = False,
     leaves_more: bool = False,
     works: bool = False,
+    differs: bool = False,
 ) -> Problem:
     """Uneven stages in whole numbers, messages up to half a forward, and most often a cap.
 
     The cap is between the smallest that fits and one that never matters. If `fuses`, full
     backwards are quicker than their halves; if `leaves_more`, some I leave more than F did; if
-    `works`, actions need memory while they run.
+    `works`, actions need memory while they run; if `differs`, microbatches have different sizes.
     """
     random = Random(seed)
     p, m = random.randint(*num_ranks), random.randint(*num_microbatches)
@@ -53,6 +54,14 @@ def random_problem(
     if works:
         names = ("during_forward", "during_input", "during_weight", "during_backward")
         costs = replace(costs, **{name: each(0, 16) for name in names})
+    if differs:
+        sizes = [random.choice([0.5, 1, 1.5, 2, 3, 4]) for _ in range(m)]
+        paces = [[size + random.choice([0, 0, 0.5]) for size in sizes] for _ in stages]
+        costs = replace(
+            costs,
+            time_scale=random.choice([(tuple(sizes),) * len(stages), tuple(map(tuple, paces))]),
+            memory_scale=random.choice([(), tuple(sizes)]),
+        )
     least = max(Problem.of(costs, placement, m).smallest_caps)
     cap = inf if random.random() < 0.2 else least * random.uniform(1, m)
     return Problem.of(costs, placement, m, memory=cap, clock=clock)

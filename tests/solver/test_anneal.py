@@ -53,10 +53,10 @@ def test_walk_ends_at_its_goal_and_at_its_deadline() -> None:
     before = first_orders(problem)
     goal = evaluate(problem, before).time
     at_goal = anneal(problem, before, num_moves=10**9, heat=1.0, seed=0, goal=goal)
-    assert (before, 0, True) == at_goal
+    assert (before, 0, True, problem) == at_goal
     past = time.monotonic() - 1
     too_late = anneal(problem, before, num_moves=10**9, heat=1.0, seed=0, deadline=past)
-    assert (before, 0, False) == too_late
+    assert (before, 0, False, problem) == too_late
 
 
 def test_full_backward_is_cut_where_others_wait_and_used_where_none_does() -> None:

@@ -9,6 +9,7 @@ PROBLEM = "tests/solver/test_problem.py"
 EXACT = "tests/solver/test_exact.py"
 GATHERED = "tests/solver/test_gathered_search.py"
 TESTS = "tests/solver/test_search.py"
+UNEVEN = "tests/solver/test_uneven.py"
 MUTANTS = [
     # Bounds that are too high, or lower than they could be.
     ("solver/bounds.py", "max(1.0, room / kept)", "max(1.0, room / kept - 1)", BOUNDS),
@@ -154,8 +155,8 @@ MUTANTS = [
     ),
     (
         "solver/annealing.py",
-        "best, best_time = list(current), timing.time\n        else",
-        "best, best_time = current, timing.time\n        else",
+        "Walk(list(current), 0, True, problem), timing.time\n        else",
+        "Walk(current, 0, True, problem), timing.time\n        else",
         ANNEAL,
     ),
     (
@@ -200,8 +201,8 @@ MUTANTS = [
     ("solver/problem.py", "0.0 if ranks[edge] == ranks[edge + 1] else delay", "delay", PROBLEM),
     (
         "solver/problem.py",
-        "f + d for f, d in zip(costs.forward, (*delays, 0.0), strict=True)",
-        "f for f in costs.forward",
+        "f + d for f, d in zip(forwards, (*self.delays_of(first), 0.0), strict=True)",
+        "f for f in forwards",
         PROBLEM,
     ),
     (
@@ -216,7 +217,12 @@ MUTANTS = [
         "max(first_stages) > num_ranks:",
         PROBLEM,
     ),
-    ("solver/problem.py", "mb = pending[stage].popleft()", "mb = pending[stage].pop()", PROBLEM),
+    (
+        "solver/problem.py",
+        "place = pending[stage].popleft() if",
+        "place = pending[stage].pop() if",
+        PROBLEM,
+    ),
     (
         "solver/problem.py",
         "return is_quicker or self.saves_memory(stage)",
@@ -281,19 +287,24 @@ MUTANTS = [
     ),
     (
         "solver/exact/constraint_model.py",
-        "demands += [memory.after_forward[stage], memory.after_input[stage]]",
-        "demands += [memory.after_forward[stage], 0]",
+        "demands += [memory.after_forward[stage][mb], memory.after_input[stage][mb]]",
+        "demands += [memory.after_forward[stage][mb], 0]",
         EXACT,
     ),
-    ("solver/exact/constraint_model.py", "if extra > 0:", "if False:", EXACT),
-    ("solver/exact/constraint_model.py", "halves - saving * cell.is_fused)", "halves)", EXACT),
+    ("solver/exact/constraint_model.py", "if extra[mb] > 0:", "if False:", EXACT),
+    ("solver/exact/constraint_model.py", "+ halves - saving)", "+ halves)", EXACT),
     (
         "solver/exact/constraint_model.py",
-        "self.cp.add(self.time + offset >= sum(work))",
-        "self.cp.add(self.time >= sum(work))",
+        "self.cp.add(self.time + offset >= head + sum(work))",
+        "self.cp.add(self.time >= head + sum(work))",
         EXACT,
     ),
-    ("solver/exact/ticks.py", "2 * sum(self.delay))", "sum(self.delay))", EXACT),
+    (
+        "solver/exact/ticks.py",
+        "total + 2 * self.num_microbatches * sum(self.delay)",
+        "total + self.num_microbatches * sum(self.delay)",
+        EXACT,
+    ),
     ("solver/exact/ticks.py", "ceil(ticks - 1e-6) - self.num_instant", "ceil(ticks - 1e-6)", EXACT),
     ("solver/exact/whole_units.py", "floor(share * most) for", "round(share * most) for", EXACT),
     (
@@ -304,4 +315,24 @@ MUTANTS = [
     ),
     ("solver/exact/incumbent.py", "if bound > self.lower_bound:", "if True:", EXACT),
     ("solver/exact/solution.py", "if time > 0 and a != b:", "if time > 0:", EXACT),
+    # Microbatches that differ.
+    (
+        "solver/uneven_bounds.py",
+        "room = problem.caps[rank] * ROUNDING - (more + rise) * self._sizes[1]",
+        "room = problem.caps[rank] * ROUNDING - (more + rise) * self._sizes[-1]",
+        UNEVEN,
+    ),
+    ("solver/uneven_bounds.py", "accumulate(sorted(values)", "accumulate(values", UNEVEN),
+    (
+        "solver/dispatching.py",
+        "if left + needs[index + 1] * self.sizes[oldest] > self.caps[rank]:",
+        "if left + needs[index + 1] > self.caps[rank]:",
+        UNEVEN,
+    ),
+    (
+        "solver/problem.py",
+        "offsets=self._offsets(self.sequence[places[0]]),",
+        "offsets=self.offsets,",
+        UNEVEN,
+    ),
 ]

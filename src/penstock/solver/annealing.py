@@ -5,6 +5,9 @@ for a message to the one that sent the next. To be faster, a block must let its 
 earlier or its first one later; changes within it change nothing. So a move puts an action after
 the last one of its block or before the first, or moves the last one earlier. If there is not
 enough memory, a weight backward is also moved earlier to free some.
+
+If microbatches differ, some moves change their sequence instead: two trade places, or one moves to
+another place.
 """
 
 import random
@@ -16,6 +19,7 @@ from penstock.solver.evaluation import critical_blocks, evaluate, fits
 from penstock.solver.problem import FULL, INPUT, WEIGHT, Order, Problem
 
 _FARTHEST = 4  # The farthest that a random move takes an action, in places.
+_SHARE_OF_SEQUENCES = 0.25  # Of moves change the sequence of microbatches, if they differ.
 
 
 class Walk(NamedTuple):
@@ -26,6 +30,8 @@ class Walk(NamedTuple):
     num_evaluated: int
     is_complete: bool
     """True if the walk was not cut short by the deadline."""
+    problem: Problem
+    """The problem with the sequence of microbatches that the orders are for."""
 
 
 def anneal(
@@ -47,30 +53,47 @@ def anneal(
     generator = random.Random(seed)
     current = list(orders)
     timing = evaluate(problem, current)
-    best, best_time, cost = list(current), timing.time, timing.cost
+    best, best_time, cost = Walk(list(current), 0, True, problem), timing.time, timing.cost
     blocks = critical_blocks(timing)
     num_evaluated = 0
     for number in range(num_moves):
         if best_time <= goal:
             break
         if number % 16 == 0 and time.monotonic() > deadline:
-            return Walk(best, num_evaluated, is_complete=False)
+            return best._replace(num_evaluated=num_evaluated, is_complete=False)
         rank, first, last = generator.choice(blocks)
-        before = current[rank]
-        moved = _move(generator, problem, rank, before, first, last)
-        if moved is None:
-            continue
-        current[rank] = moved
+        before, before_it = current[rank], problem
+        if problem.sequence and generator.random() < _SHARE_OF_SEQUENCES:
+            problem = problem.rearranged(_places(generator, problem.num_microbatches))
+            if not all(fits(problem, holder, order) for holder, order in enumerate(current)):
+                problem = before_it
+                continue
+        else:
+            moved = _move(generator, problem, rank, before, first, last)
+            if moved is None:
+                continue
+            current[rank] = moved
         timing = evaluate(problem, current)
         num_evaluated += 1
         warmth = heat * (1 - number / num_moves)
         if timing.cost <= cost or generator.random() < exp((cost - timing.cost) / warmth):
             cost, blocks = timing.cost, critical_blocks(timing)
             if timing.time < best_time * (1 - 1e-12):
-                best, best_time = list(current), timing.time
+                best, best_time = Walk(list(current), 0, True, problem), timing.time
         else:
-            current[rank] = before
-    return Walk(best, num_evaluated, is_complete=True)
+            current[rank], problem = before, before_it
+    return best._replace(num_evaluated=num_evaluated)
+
+
+def _places(generator: random.Random, count: int) -> list[int]:
+    """Return the places of a sequence with one change: two trade places, or one moves."""
+    places = list(range(count))
+    first, second = generator.randrange(count), generator.randrange(count)
+    if generator.random() < 0.5:
+        places[first], places[second] = places[second], places[first]
+    else:
+        places.insert(second, places.pop(first))
+    return places
 
 
 def _move(

@@ -1,7 +1,8 @@
 """Lower bounds on the time of any schedule.
 
 Every bound here is about schedules whose microbatches are in order on each stage, in F, in I and in
-W; `solver.problem` shows that one of these is among the best. Time is by the problem's clock: the
+W; `solver.problem` shows that one of these is among the best, if microbatches are alike. If they
+differ, `solver.uneven_bounds` has the bound. Time is by the problem's clock: the
 largest end of a rank minus its offset.
 
 An action is bounded from both sides. Its *head* is a time before which it cannot start. Its *tail*
@@ -9,12 +10,12 @@ is a time that must pass between its end and the end of the step. So head + dura
 bound for each action. All actions of a rank together give another, since they cannot run at once.
 """
 
-import heapq
-from collections.abc import Sequence
 from math import ceil, floor, inf
 
 from penstock.passes.held_memory import ROUNDING
+from penstock.solver.jackson import longest_tail_first
 from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
+from penstock.solver.uneven_bounds import uneven_bound
 from penstock.solver.work_in_memory import RankWork, StageWork
 
 
@@ -25,6 +26,8 @@ def lower_bound(problem: Problem) -> float:
     [2] Heads and tails follow from what an action waits for, from what its rank must run before
         or after it, and from memory: see `_Heads` and `_Tails`.
     """
+    if problem.sequence:  # Microbatches differ, and none of this holds for every order of them.
+        return uneven_bound(problem)
     work = _Amount(problem)
     heads, tails = _Heads(work), _Tails(work)
     return max(_one_rank(work, rank, heads, tails) for rank in range(problem.num_ranks))
@@ -327,25 +330,4 @@ def _one_rank(work: _Amount, rank: int, heads: _Heads, tails: _Tails) -> float:
             jobs.append((forward_head, work.forward[stage], tails.forward[stage][mb]))
             jobs.append((input_head, work.input[stage], tails.input[stage][mb]))
             jobs.append((weight_head, work.weight[stage], end))
-    return _longest_tail_first(sorted(jobs))
-
-
-def _longest_tail_first(jobs: Sequence[tuple[float, float, float]]) -> float:
-    """Return when all tails end if sorted jobs (head, duration, tail) run by Jackson's rule."""
-    waiting: list[tuple[float, float]] = []  # The negative tail, and the rest of the duration.
-    now, latest, index = 0.0, -inf, 0
-    while index < len(jobs) or waiting:
-        if not waiting:
-            now = max(now, jobs[index][0])
-        while index < len(jobs) and jobs[index][0] <= now:
-            heapq.heappush(waiting, (-jobs[index][2], jobs[index][1]))
-            index += 1
-        tail, left = heapq.heappop(waiting)
-        until = jobs[index][0] if index < len(jobs) else inf
-        if now + left > until:
-            heapq.heappush(waiting, (tail, left - (until - now)))
-            now = until
-        else:
-            now += left
-            latest = max(latest, now - tail)
-    return latest
+    return longest_tail_first(sorted(jobs))

@@ -11,6 +11,7 @@ oldest on.
 """
 
 import heapq
+from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
@@ -52,9 +53,19 @@ class _Dispatch:
         self.activations: list[list[float]] = [[] for _ in range(num_stages)]
         self.gradients: list[list[float]] = [[] for _ in range(num_stages)]
         self.activations[0] = [0.0] * problem.num_microbatches
-        # and the numbers of forwards, input backwards and weight backwards that were run.
+        # the numbers of forwards and input backwards that were run,
         self.forwards, self.inputs = [0] * num_stages, [0] * num_stages
-        self.weights = [0] * num_stages
+        # and the microbatches whose weight backward waits, as places in the sequence.
+        self.waiting: list[deque[int]] = [deque() for _ in range(num_stages)]
+        self.times, self.changes = problem.named.times, problem.named.changes
+        # By place in the sequence: what names the microbatch in a code, its scale, and that of all
+        # before it.
+        sequence = problem.sequence or (0,) * problem.num_microbatches
+        self.names = [4 * num_stages * mb for mb in sequence]
+        scales = problem.costs.memory_scale
+        self.is_sized = any(scale != 1 for scale in scales)
+        self.sizes: list[float] = [scales[mb] if scales else 1 for mb in sequence]
+        self.sizes_before = list(accumulate(self.sizes, initial=0))
         self.caps = [cap * ROUNDING for cap in problem.caps]
         self.room = list(self.caps)
         self.pending = [0.0] * num_ranks  # What the weight backwards that wait hold.
@@ -71,7 +82,7 @@ class _Dispatch:
 
     def run(self) -> list[Order]:
         """Advance from one time at which a rank is free to the next, until all ranks are done."""
-        durations, ranks = self.problem.durations, self.problem.placement.ranks
+        ranks = self.problem.placement.ranks
         free = [(0.0, rank) for rank in range(self.problem.num_ranks)]
         is_parked = [False] * self.problem.num_ranks
         while free:
@@ -83,8 +94,7 @@ class _Dispatch:
                 else:
                     is_parked[rank] = True  # Until a message is sent to it.
                 continue
-            end = now + durations[code]
-            receiver = self._start(code, rank, end)
+            end, receiver = self._start(code, rank, now)
             heapq.heappush(free, (end, rank))
             if receiver is not None and is_parked[ranks[receiver]]:
                 is_parked[ranks[receiver]] = False
@@ -97,8 +107,8 @@ class _Dispatch:
         for code in self.policy.preference[rank]:
             stage, kind = code >> 2, code & 3
             if kind == WEIGHT:
-                if self.weights[stage] < self.inputs[stage]:
-                    duration = self.problem.durations[code]
+                if self.waiting[stage]:
+                    duration = self.times[code + self.names[self.waiting[stage][0]]]
                     if now + duration - next_arrival <= self.policy.patience[rank] * duration:
                         return code, now
                 continue
@@ -129,25 +139,28 @@ class _Dispatch:
 
         After an input backward there must be room for the weight backwards that wait.
         """
-        room, changes = self.room[rank], self.problem.changes
+        room, changes = self.room[rank], self.changes
         if room == inf:
             return code
-        first, full = code & ~3 | INPUT, code & ~3 | FULL
+        name = self.names[self.inputs[code >> 2]]
+        first, full, second = code & ~3 | INPUT, code & ~3 | FULL, code & ~3 | WEIGHT
         for wanted in (first, full) if code == first else (full, first):
-            rise, net = changes[wanted]
+            rise, net = changes[wanted + name]
             if wanted == first and room >= rise:
-                rise = net + max(changes[code & ~3 | WEIGHT].rise, self._rise_of_weights(rank))
+                rise = net + max(changes[second + name].rise, self._rise_of_weights(rank))
             if rise <= room:
                 return wanted
         return None
 
     def _rise_of_weights(self, rank: int) -> float:
         """Return the most memory that a weight backward needs of those that wait."""
+        if not self.backwards_need_room:
+            return 0.0
         return max(
             (
-                self.problem.changes[4 * stage + WEIGHT].rise
+                self.changes[4 * stage + WEIGHT + self.names[place]].rise
                 for stage in self.problem.stages_of[rank]
-                if self.weights[stage] < self.inputs[stage]
+                for place in self.waiting[stage]
             ),
             default=0.0,
         )
@@ -157,12 +170,14 @@ class _Dispatch:
 
         The oldest microbatch that has reached one of its stages waits only for those ahead of it.
         When these are done, with their weight backwards, the rank holds what that microbatch and
-        all after it have left. It then needs room for the later stages of that microbatch.
+        all after it have left. It then needs room for the later stages of that microbatch. If
+        microbatches have different sizes, the same must hold for each, not only for the oldest.
         """
         stages, kept = self.problem.stages_of[rank], self.kept_so_far[rank]
-        needs, (needed, net) = self.needs_from[rank], self.problem.changes[4 * stage + FORWARD]
+        needs, place = self.needs_from[rank], self.forwards[stage]
+        needed, net = self.changes[4 * stage + self.names[place]]
         if self.policy.keeps_room:
-            needed = max(needed, net + needs[stages.index(stage) + 1])
+            needed = max(needed, net + needs[stages.index(stage) + 1] * self.sizes[place])
         if needed > self.room[rank]:
             return False
         if self.backwards_need_room:
@@ -171,6 +186,8 @@ class _Dispatch:
                 return False
             if self._needed_by_backwards(rank, stage) > room + self.pending[rank]:
                 return False
+        if self.is_sized:
+            return self._can_finish_each(rank, stage)
         held = 0.0
         for index, (here, after) in enumerate(pairwise(stages)):
             waiting = self.forwards[here] - self.forwards[after]
@@ -180,40 +197,63 @@ class _Dispatch:
                 return False
         return True
 
+    def _can_finish_each(self, rank: int, stage: int) -> bool:
+        """Return whether there is room for each microbatch in turn, after an F of `stage`."""
+        stages, kept = self.problem.stages_of[rank], self.kept_so_far[rank]
+        needs, before = self.needs_from[rank], self.sizes_before
+        held = 0.0  # By microbatches that have not reached the next stage: those after all others.
+        for index, (here, after) in enumerate(pairwise(stages)):
+            last = self.forwards[here] + (here == stage)
+            first = self.forwards[after] + (after == stage)
+            for oldest in range(first, last):
+                left = held + (before[last] - before[oldest]) * kept[index]
+                if left + needs[index + 1] * self.sizes[oldest] > self.caps[rank]:
+                    return False
+            held += (before[last] - before[first]) * kept[index]
+        return True
+
     def _needed_by_backwards(self, rank: int, stage: int) -> float:
         """Return what the next backwards of `rank` need, after one more forward of `stage`."""
         stages, needs = self.problem.stages_of[rank], self.needs_of_backwards[rank]
         needed = 0.0
         arrived = self.forwards[stages[-1]] + (stage == stages[-1])
         for index in reversed(range(len(stages))):
-            if arrived > self.inputs[stages[index]]:
-                needed = max(needed, needs[index])
-            arrived = self.inputs[stages[index]]
+            done = self.inputs[stages[index]]
+            if arrived > done:
+                largest = max(self.sizes[done:arrived]) if self.is_sized else 1
+                needed = max(needed, needs[index] * largest)
+            arrived = done
         return needed
 
-    def _start(self, code: int, rank: int, end: float) -> int | None:
-        """Record that an action was started; return the stage that takes its message, if any."""
+    def _start(self, code: int, rank: int, now: float) -> tuple[float, int | None]:
+        """Start an action; return its end, and the stage that takes its message, if any."""
         stage, kind = code >> 2, code & 3
-        delays, net = self.problem.delays, self.problem.changes[code].net
+        if kind == FORWARD:
+            place = self.forwards[stage]
+        elif kind == WEIGHT:
+            place = self.waiting[stage].popleft()
+        else:
+            place = self.inputs[stage]
+        name = self.names[place]
+        delays, net = self.problem.delays, self.changes[code + name].net
+        end = now + self.times[code + name]
         self.orders[rank].append(code)
         self.room[rank] -= net
         if kind == FORWARD:
-            self.forwards[stage] += 1
+            self.forwards[stage] = place + 1
             if stage == self.problem.num_stages - 1:
                 self.gradients[stage].append(end)
-                return None
+                return end, None
             self.activations[stage + 1].append(end + delays[stage])
-            return stage + 1
+            return end, stage + 1
         if kind == WEIGHT:
-            self.weights[stage] += 1
             self.pending[rank] += net
-            return None
-        self.inputs[stage] += 1
-        if kind == FULL:
-            self.weights[stage] += 1
-        else:
-            self.pending[rank] -= self.problem.changes[4 * stage + WEIGHT].net
+            return end, None
+        self.inputs[stage] = place + 1
+        if kind == INPUT:
+            self.waiting[stage].append(place)
+            self.pending[rank] -= self.changes[4 * stage + WEIGHT + name].net
         if stage == 0:
-            return None
+            return end, None
         self.gradients[stage - 1].append(end + delays[stage - 1])
-        return stage - 1
+        return end, stage - 1

@@ -37,7 +37,9 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
     Messages take `problem.delays`, and none waits for another on its channel.
     """
     num_ranks, num_stages = problem.num_ranks, problem.num_stages
-    durations, delays = problem.durations, problem.delays
+    kinds, stages, durations, _ = problem.named
+    delays = problem.delays
+    orders = [problem.name_all(order) for order in orders]
     last = num_stages - 1
     # By stage, for each microbatch that has arrived so far: when, and from which action.
     activations: list[list[float]] = [[] for _ in range(num_stages)]
@@ -58,12 +60,12 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
             first = len(cause)
             for position in range(first, len(order)):
                 code = order[position]
-                kind = code & 3
+                kind = kinds[code]
                 if kind == WEIGHT:
                     cause.append(None)
                     now += durations[code]
                     continue
-                stage = code >> 2
+                stage = stages[code]
                 if kind == FORWARD:
                     index = forwards[stage]
                     arrivals, sources = activations[stage], activations_from[stage]
@@ -130,11 +132,11 @@ def fits(problem: Problem, rank: int, order: Order) -> bool:
 
 def peak_memory(problem: Problem, order: Order) -> float:
     """Return the most that a rank holds; infinite if an I is before its F or a W before its I."""
-    changes = problem.changes
+    kinds, stages, _, changes = problem.named
     in_flight, pending = [0] * problem.num_stages, [0] * problem.num_stages
     held = most = 0.0
-    for code in order:
-        stage, kind = code >> 2, code & 3
+    for code in problem.name_all(order):
+        stage, kind = stages[code], kinds[code]
         if kind == FORWARD:
             in_flight[stage] += 1
         elif kind == WEIGHT:

@@ -1,22 +1,28 @@
 """The problem that the solver solves, and its orders, as plain numbers.
 
-Microbatches are alike, so it does not matter which of them an action works on. Give the first
+If microbatches are alike, it does not matter which of them an action works on. Give the first
 forward on a stage to microbatch 0, the second to 1, and the same for its I and its W. The first n
 microbatches that reach a stage are then those that the previous stage finished first, so nothing
 waits longer than before. Memory depends only on counts. So some best schedule has the microbatches
 in order on every stage, in F, in I and in W, and only such schedules are searched here.
 
 An order then does not need to name microbatches: it is a list of codes, 4 * stage + kind.
+
+If microbatches differ, they run in one sequence on every stage, in F, in I and in W, and the
+problem says which. The search chooses the sequence too. A best schedule may have another order on
+some stage, so what is found is then not always the best; the exact solver allows every order.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
-from typing import Final, TypeAlias, get_args
+from statistics import fmean
+from typing import Final, NamedTuple, TypeAlias, get_args
 
 from penstock.costs import CostTable
+from penstock.costs.microbatch_scales import check_microbatches
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import (
     Action,
@@ -41,6 +47,36 @@ Order: TypeAlias = list[Code]
 """A rank's actions as codes; F, I, W and B of a stage are each in the order of microbatches."""
 
 
+class Named(NamedTuple):
+    """Tables by codes that name microbatches: code + 4 * num_stages * microbatch.
+
+    If microbatches are alike, all are counted as microbatch 0, and these are the codes of orders.
+    """
+
+    kinds: tuple[int, ...]
+    stages: tuple[int, ...]
+    times: tuple[float, ...]
+    changes: tuple[Change, ...]
+
+    @classmethod
+    def of(cls, durations: Sequence[float], changes: Sequence[Change], costs: CostTable) -> "Named":
+        """Return the tables for times and changes by code, before the scales of microbatches."""
+        codes, mbs = range(len(durations)), range(costs.num_microbatches or 1)
+        paces, sizes = costs.time_scale, costs.memory_scale
+        return cls(
+            kinds=tuple(code & 3 for _ in mbs for code in codes),
+            stages=tuple(code >> 2 for _ in mbs for code in codes),
+            times=tuple(
+                durations[code] * paces[code >> 2][mb] if paces else durations[code]
+                for mb in mbs
+                for code in codes
+            ),
+            changes=tuple(
+                change.times(sizes[mb]) if sizes else change for mb in mbs for change in changes
+            ),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """The costs, placement, number of microbatches and caps that a schedule is searched for."""
@@ -53,17 +89,23 @@ class Problem:
     clock: Clock
     stages_of: tuple[tuple[int, ...], ...]
     durations: tuple[float, ...]
-    """By code."""
+    """By code: the time of an action; its mean, if microbatches differ."""
+    named: "Named"
     changes: tuple[Change, ...]
-    """By code: what an action does to the memory of its rank."""
+    """By code: what an action does to the memory of its rank, before the scale of a microbatch."""
     delays: tuple[float, ...]
-    """The least time of a message on each edge; zero between stages of one rank."""
+    """The time of a message on each edge if it does not wait; zero between stages of one rank.
+
+    If microbatches differ, it is that of one of mean size.
+    """
     offsets: tuple[float, ...]
     """The time subtracted from each rank's end: when it can first start, by span; 0, by makespan.
 
-    Both clocks measure the largest end minus offset: a rank's first action is the forward of
-    microbatch 0, which starts as early as possible.
+    Both clocks measure the largest end minus offset: a rank's first action is the forward of the
+    first microbatch, which starts as early as possible.
     """
+    sequence: tuple[int, ...] = ()
+    """The microbatches as they run, if they differ; empty if all are alike."""
 
     @classmethod
     def of(
@@ -79,28 +121,85 @@ class Problem:
         _check(costs, placement, num_microbatches, clock)
         num_ranks = placement.num_ranks
         caps = cap_of_each_rank("memory", inf if memory is None else memory, num_ranks)
-        ranks = placement.ranks
-        delays = tuple(
-            0.0 if ranks[edge] == ranks[edge + 1] else delay + transfer
-            for edge, (delay, transfer) in enumerate(zip(costs.delay, costs.transfer, strict=True))
-        )
-        steps = (f + d for f, d in zip(costs.forward, (*delays, 0.0), strict=True))
-        starts = (0.0, *accumulate(steps))
         stages_of = tuple(placement.stages_of(rank) for rank in range(num_ranks))
         rows = (costs.forward, costs.backward_input, costs.backward_weight, costs.backward)
+        durations = tuple(time for stage in zip(*rows, strict=True) for time in stage)
         by_stage = (stage_changes(costs, stage) for stage in range(placement.num_stages))
-        return cls(
+        changes = tuple(changes[kind] for changes in by_stage for kind in KINDS)
+        named = Named.of(durations, changes, costs)
+        num_codes = len(durations)
+        problem = cls(
             costs=costs,
             placement=placement,
             num_microbatches=num_microbatches,
             caps=caps,
             clock=clock,
             stages_of=stages_of,
-            durations=tuple(time for stage in zip(*rows, strict=True) for time in stage),
-            changes=tuple(changes[kind] for changes in by_stage for kind in KINDS),
-            delays=delays,
-            offsets=tuple(starts[stages[0]] if clock == "span" else 0.0 for stages in stages_of),
+            durations=tuple(fmean(named.times[code::num_codes]) for code in range(num_codes)),
+            named=named,
+            changes=changes,
+            delays=_delays(costs, placement, fmean(costs.memory_scale or (1.0,))),
+            offsets=(),
+            sequence=tuple(range(costs.num_microbatches or 0)),
         )
+        return replace(problem, offsets=problem._offsets(0))
+
+    def _offsets(self, first: int) -> tuple[float, ...]:
+        """Return the offsets if this microbatch is the first on all ranks."""
+        if self.clock == "makespan":
+            return (0.0,) * self.num_ranks
+        start = 4 * self.num_stages * first
+        forwards = self.named.times[start + FORWARD : start + 4 * self.num_stages : 4]
+        steps = (f + d for f, d in zip(forwards, (*self.delays_of(first), 0.0), strict=True))
+        starts = (0.0, *accumulate(steps))
+        return tuple(starts[stages[0]] for stages in self.stages_of)
+
+    def delays_of(self, mb: int) -> tuple[float, ...]:
+        """Return the times of the messages of a microbatch; see `delays`."""
+        if not self.costs.memory_scale:
+            return self.delays
+        return _delays(self.costs, self.placement, self.costs.memory_scale[mb])
+
+    def rearranged(self, places: Sequence[int]) -> "Problem":
+        """Return the same problem with its microbatches in another sequence.
+
+        `places` are places in the sequence of this problem, as in `[1, 0, 2]`.
+        """
+        return replace(
+            self,
+            sequence=tuple([self.sequence[place] for place in places]),
+            offsets=self._offsets(self.sequence[places[0]]),
+        )
+
+    def name_all(self, order: Order) -> Order:
+        """Return the order with codes that name microbatches; the same one if they are alike."""
+        if not self.sequence:
+            return order
+        step = 4 * self.num_stages
+        offsets = [step * mb for mb in self.sequence]
+        return [c + offsets[place] for c, place in zip(order, self.places_of(order), strict=True)]
+
+    def places_of(self, order: Order) -> Iterator[int]:
+        """Yield the place in the sequence of the microbatch of each action.
+
+        The n-th F, and the n-th I or B, is of the n-th microbatch; W are in the order of the I. A W
+        before its I, which cannot run, has the first place.
+        """
+        forwards, backwards = [0] * self.num_stages, [0] * self.num_stages
+        pending: list[deque[int]] = [deque() for _ in range(self.num_stages)]
+        for code in order:
+            stage, kind = code >> 2, code & 3
+            if kind == FORWARD:
+                place = forwards[stage]
+                forwards[stage] += 1
+            elif kind == WEIGHT:
+                place = pending[stage].popleft() if pending[stage] else 0
+            else:
+                place = backwards[stage]
+                backwards[stage] += 1
+                if kind == INPUT:
+                    pending[stage].append(place)
+            yield place
 
     @property
     def num_ranks(self) -> int:
@@ -118,10 +217,11 @@ class Problem:
     @property
     def smallest_caps(self) -> tuple[float, ...]:
         """The smallest cap of each rank with which its microbatches fit one after the other."""
-        return tuple(float(self.needs_from(rank)[0]) for rank in range(self.num_ranks))
+        largest = max(self.costs.memory_scale, default=1.0)
+        return tuple(float(self.needs_from(rank)[0]) * largest for rank in range(self.num_ranks))
 
     def needs_from(self, rank: int) -> list[float]:
-        """Return what one microbatch still needs on `rank` after its first n forwards there.
+        """Return what a microbatch of scale 1 still needs on `rank` after its first n forwards.
 
         That is the most that it adds at any moment to what the rank holds then, with no other
         action in between. `n` counts from 0 to the number of stages.
@@ -199,21 +299,9 @@ class Problem:
         return Schedule(map(self._actions, orders), self.placement, self.num_microbatches)
 
     def _actions(self, order: Order) -> Iterator[Action]:
-        forwards, backwards = [0] * self.num_stages, [0] * self.num_stages
-        pending: list[deque[int]] = [deque() for _ in range(self.num_stages)]
-        for code in order:
-            stage, kind = code >> 2, code & 3
-            if kind == FORWARD:
-                mb = forwards[stage]
-                forwards[stage] += 1
-            elif kind == WEIGHT:
-                mb = pending[stage].popleft()
-            else:
-                mb = backwards[stage]
-                backwards[stage] += 1
-                if kind == INPUT:
-                    pending[stage].append(mb)
-            yield KINDS[kind](stage, mb)
+        for code, place in zip(order, self.places_of(order), strict=True):
+            mb = self.sequence[place] if self.sequence else place
+            yield KINDS[code & 3](code >> 2, mb)
 
 
 def codes(schedule: Schedule) -> list[Order]:
@@ -255,12 +343,13 @@ def check_costs(costs: CostTable) -> None:
         raise CostError(f"costs is {costs!r}. Expected a penstock.CostTable.")
 
 
-def _refuse_scales(costs: CostTable) -> None:
-    if costs.num_microbatches is not None:
-        raise CostError(
-            f"The costs have scales for {costs.num_microbatches} microbatches. Only simulations "
-            "know these so far: give costs without scales."
-        )
+def _delays(costs: CostTable, placement: Placement, size: float) -> tuple[float, ...]:
+    """Return the times of messages of a microbatch of this scale, if none waits for another."""
+    ranks = placement.ranks
+    return tuple(
+        0.0 if ranks[edge] == ranks[edge + 1] else delay + transfer * size
+        for edge, (delay, transfer) in enumerate(zip(costs.delay, costs.transfer, strict=True))
+    )
 
 
 def _check(costs: CostTable, placement: Placement, num_microbatches: int, clock: Clock) -> None:
@@ -278,7 +367,7 @@ def _check(costs: CostTable, placement: Placement, num_microbatches: int, clock:
             f"The costs are for {costs.num_stages} stages, but the placement has "
             f"{placement.num_stages}. Give costs for each stage."
         )
-    _refuse_scales(costs)
+    check_microbatches(costs.num_microbatches, num_microbatches)
     if clock not in get_args(Clock):
         raise ScheduleError(f"clock is {clock!r}. Expected 'makespan' or 'span'.")
     # Otherwise a schedule could delay a rank's start, and the rank's offset would not be known.

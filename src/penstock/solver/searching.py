@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf
@@ -39,9 +40,11 @@ from penstock.solver.problem import (
 from penstock.solver.registered_schedules import registered
 from penstock.solver.safe_schedules import one_at_a_time
 from penstock.solver.search_result import SearchResult, Tried
+from penstock.solver.sequences import begin_with, with_sequence
 from penstock.timeline import Report
 
 _FAR_BEHIND = 1.05  # A placement this much slower than the best is dropped.
+_NUM_SEQUENCES = 2  # The number of best sequences for which policies vary, if microbatches differ.
 _NUM_STARTS = 4  # The number of best orders from which walks start.
 # The heats of the walks and of the last walks, as multiples of the mean time of an action.
 _HEATS, _LAST_HEATS = (0.2, 0.8, 2.4), (0.3, 0.1, 0.1)
@@ -50,6 +53,7 @@ _LAST_LENGTH = 3  # The last walks are this many times as long.
 _GRID, _FEWEST_IN_GRID = 3e5, 72  # policies that all ranks share,
 _POLICIES, _FEWEST_POLICIES, _MOST_POLICIES = 2e5, 100, 2_000  # policies near the best of them,
 _MOVES, _FEWEST_MOVES, _MOST_MOVES = 1.7e8, 30, 12_000  # and moves of each walk.
+_MOST_MOVES_IF_DIFFERENT = 2_000  # If microbatches differ, orders are rarely proven to be best.
 
 
 def search(
@@ -122,12 +126,16 @@ class _Candidate:
     cost: float
     """See `Evaluation`."""
 
+    def is_same(self, other: "_Candidate") -> bool:
+        """Return whether these are the same orders of the same sequence."""
+        return (self.orders, self.problem.sequence) == (other.orders, other.problem.sequence)
+
 
 class _Search:
     """The state of one search: what it has found so far, and when it must stop."""
 
     def __init__(self, problems: Sequence[Problem], *, seconds: float, effort: float) -> None:
-        self._problems = problems
+        self._problems = [one for problem in problems for one in begin_with(problem)]
         self._effort = effort
         self._start = time.monotonic()
         self._deadline = self._start + seconds
@@ -156,16 +164,20 @@ class _Search:
             self._try_registered(problem)
         policies = [(problem, self._try_policies(problem)) for problem in self._problems]
         best = min((candidate.time for candidate in self._best), default=inf)
-        for problem, policy in policies:
+        varied: Counter[Placement] = Counter()
+        for problem, policy in sorted(policies, key=lambda pair: self._best_of(pair[0])):
             # A placement that is much slower now will not be the best in the end.
-            if policy is not None and self._best_of(problem) <= best * _FAR_BEHIND:
+            is_close = self._best_of(problem) <= best * _FAR_BEHIND
+            if policy is not None and is_close and varied[problem.placement] < _NUM_SEQUENCES:
+                varied[problem.placement] += 1
                 self._try_nearby(problem, policy)
         self._try_moves()
 
     def _try_registered(self, problem: Problem) -> None:
         shape = problem.placement, problem.num_microbatches
         least = SAFE, one_at_a_time(*shape, problem.better_split)
-        for name, schedule in (*registered(*shape), least):
+        for name, in_order in (*registered(*shape), least):
+            schedule = with_sequence(in_order, problem.sequence)
             report = simulate(schedule, problem.costs)
             fits = problem.find_excess(report) is None
             where = describe(problem.placement)
@@ -174,7 +186,7 @@ class _Search:
             self._simulated.append(Ungathered(name, schedule, took))
             if fits:
                 self._registered.append((schedule, report))
-                orders = _split_where_quicker(problem, codes(schedule))
+                orders = _split_where_quicker(problem, codes(in_order))
                 split = self._rate(f"{name}, backwards split", problem, orders)
                 self._best.append(split)
                 if split.time < took:
@@ -187,6 +199,8 @@ class _Search:
         num_actions = 3 * problem.num_stages * problem.num_microbatches
         policies = list(grid(problem))
         most = self._amount(_GRID / num_actions, _FEWEST_IN_GRID, len(policies))
+        if problem.sequence:  # There are several sequences to try.
+            most = -(-most // _NUM_SEQUENCES)
         for policy in policies[:: -(-len(policies) // most)]:
             if self._is_over(problem) and (best or self._is_proven(problem)):
                 break  # At least one is tried, even when time is up.
@@ -234,7 +248,8 @@ class _Search:
         """Walk from several of the best orders, and finally from the best of all."""
         starts: list[_Candidate] = []
         for candidate in sorted(self._best, key=lambda candidate: candidate.cost):
-            if len(starts) < _NUM_STARTS and all(candidate.orders != c.orders for c in starts):
+            is_new = all(not candidate.is_same(other) for other in starts)
+            if len(starts) < _NUM_STARTS and is_new:
                 starts.append(candidate)
         walks: list[tuple[_Candidate | None, float, float]] = [
             *((start, heat, 1.0) for heat in _HEATS for start in starts),
@@ -253,16 +268,17 @@ class _Search:
         problem = start.problem
         # With fewer actions the walk is longer, because the best orders can be reached.
         usual = _MOVES / sum(map(len, start.orders)) ** 2
+        most = _MOST_MOVES_IF_DIFFERENT if problem.sequence else _MOST_MOVES
         walk = anneal(
             problem,
             start.orders,
-            num_moves=round(length * self._amount(usual, _FEWEST_MOVES, _MOST_MOVES)),
+            num_moves=round(length * self._amount(usual, _FEWEST_MOVES, most)),
             heat=heat * _mean_duration(problem),
             seed=seed,
             goal=-inf if problem.has_queues else self._goal(problem),
             deadline=self._deadline,
         )
-        self._best.append(self._rate("moves", problem, walk.orders))
+        self._best.append(self._rate("moves", walk.problem, walk.orders))
         self._is_complete &= walk.is_complete
         return walk.num_evaluated
 
@@ -298,7 +314,8 @@ class _Search:
         return False
 
     def _is_proven(self, problem: Problem) -> bool:
-        return self._best_of(problem) <= self._goal(problem)
+        found = (one.time for one in self._best if one.problem.placement == problem.placement)
+        return min(found, default=inf) <= self._goal(problem)
 
     def _best_of(self, problem: Problem) -> float:
         return min((found.time for found in self._best if found.problem is problem), default=inf)

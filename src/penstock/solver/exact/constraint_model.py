@@ -1,15 +1,16 @@
 """The CP-SAT model of a problem: variables, constraints, hints, and the schedule of a solution.
 
-On each stage forwards run in the order of the microbatches, and so do input backwards (a full
-backward counts as one) and weight backwards. This excludes no best time: microbatches are alike.
-Take any schedule and renumber the microbatches on each stage. The k-th forward and the k-th
-backward are now those of microbatch k, and the k-th weight backward is that of the k-th backward
-that has one. Times and memory stay the same, and nothing comes before what it waits for. When k
-actions of one kind have started, k of the kind they wait for had ended, and the first k of these
-are now those of the microbatches 0 to k - 1.
+On each stage the forwards of microbatches that are alike run in the order of their numbers, and so
+do input backwards (a full backward counts as one) and weight backwards. This excludes no best time.
+Take any schedule and renumber such microbatches on each stage. The k-th forward and the k-th
+backward among them are now those of the k-th of them, and the k-th weight backward is that of the
+k-th backward that has one. Times and memory stay the same, and nothing comes before what it waits
+for. When k of their actions of one kind have started, k of the kind they wait for had ended, and
+the first k of these are now those of the first k of them. Microbatches that differ may run in any
+order on any stage.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from penstock.ir import (
 from penstock.ir.action import URGENT_BACKWARD_TYPES, compute_parts
 from penstock.sim import simulate
 from penstock.solver.exact.ticks import RankMemory, TickProblem
+from penstock.timeline.bubble_report import TimedAction
 
 
 class _Cell(NamedTuple):
@@ -53,7 +55,7 @@ class Model:
             [] for _ in range(problem.placement.num_ranks)
         ]
         self._cells = [
-            [self._make_cell(stage) for _ in range(problem.num_microbatches)]
+            [self._make_cell(stage, mb) for mb in range(problem.num_microbatches)]
             for stage in range(problem.placement.num_stages)
         ]
         for intervals in self._by_rank:
@@ -69,17 +71,17 @@ class Model:
     def _time(self) -> cp_model.IntVar:
         return self.cp.new_int_var(0, self._horizon, "")
 
-    def _make_cell(self, stage: StageId) -> _Cell:
+    def _make_cell(self, stage: StageId, mb: MicrobatchId) -> _Cell:
         cp, problem = self.cp, self._problem
         is_fused = cp.new_bool_var("") if problem.may_fuse[stage] else cp.new_constant(0)
         cell = _Cell(self._time(), self._time(), self._time(), self._time(), is_fused)
-        first, full = problem.backward_input[stage], problem.backward[stage]
+        first, full = problem.backward_input[stage][mb], problem.backward[stage][mb]
         size = first + (full - first) * is_fused
         cp.add(cell.backward_start + size == cell.backward_end)
         cp.add(cell.weight_start >= cell.backward_end)
-        weight = problem.backward_weight[stage]
+        weight = problem.backward_weight[stage][mb]
         self._by_rank[problem.placement.ranks[stage]] += [
-            cp.new_fixed_size_interval_var(cell.forward_start, problem.forward[stage], ""),
+            cp.new_fixed_size_interval_var(cell.forward_start, problem.forward[stage][mb], ""),
             cp.new_interval_var(cell.backward_start, size, cell.backward_end, ""),
             cp.new_optional_fixed_size_interval_var(cell.weight_start, weight, ~is_fused, ""),
         ]
@@ -87,20 +89,24 @@ class Model:
 
     def _weight_end(self, stage: StageId, mb: MicrobatchId) -> cp_model.LinearExpr:
         """Return when W ends; a full backward counts as followed by a W that takes no time."""
-        cell, weight = self._cells[stage][mb], self._problem.backward_weight[stage]
+        cell, weight = self._cells[stage][mb], self._problem.backward_weight[stage][mb]
         return cell.weight_start + weight - weight * cell.is_fused
 
     def _keep_microbatches_in_order(self) -> None:
         for stage, cells in enumerate(self._cells):
-            forward = self._problem.forward[stage]
-            for mb, (cell, after) in enumerate(pairwise(cells)):
-                self.cp.add(after.forward_start >= cell.forward_start + forward)
+            for mb, later in (pair for group in self._problem.alike for pair in pairwise(group)):
+                cell, after = cells[mb], cells[later]
+                self.cp.add(after.forward_start >= self._forward_end(stage, mb))
                 self.cp.add(after.backward_start >= cell.backward_end)
                 self.cp.add(after.weight_start >= self._weight_end(stage, mb))
 
+    def _forward_end(self, stage: StageId, mb: MicrobatchId) -> cp_model.LinearExpr:
+        return self._cells[stage][mb].forward_start + self._problem.forward[stage][mb]
+
     def _let_inputs_arrive(self) -> None:
-        for cell in self._cells[-1]:
-            self.cp.add(cell.backward_start >= cell.forward_start + self._problem.forward[-1])
+        last = len(self._cells) - 1
+        for mb, cell in enumerate(self._cells[last]):
+            self.cp.add(cell.backward_start >= self._forward_end(last, mb))
         flows = list(self._flows())
         for flow in flows:
             for send, need in zip(flow.sends, flow.needs, strict=True):
@@ -117,7 +123,7 @@ class Model:
             yield _Flow(
                 channel=(a, b),
                 delay=problem.delay[edge],
-                sends=[cell.forward_start + problem.forward[edge] for cell in here],
+                sends=[self._forward_end(edge, mb) for mb in range(len(here))],
                 needs=[cell.forward_start for cell in there],
             )
             yield _Flow(
@@ -144,8 +150,8 @@ class Model:
         """
         cp, intervals, demands = self.cp, [], []
         for stage in memory.after_forward:
-            weight = self._problem.backward_weight[stage]
-            for cell in self._cells[stage]:
+            for mb, cell in enumerate(self._cells[stage]):
+                weight = self._problem.backward_weight[stage][mb]
                 intervals += [
                     cp.new_interval_var(cell.forward_start, self._time(), cell.backward_end, ""),
                     cp.new_optional_interval_var(
@@ -156,38 +162,61 @@ class Model:
                         "",
                     ),
                 ]
-                demands += [memory.after_forward[stage], memory.after_input[stage]]
+                demands += [memory.after_forward[stage][mb], memory.after_input[stage][mb]]
                 for extra, running in zip(
-                    memory.extra[stage], self._running(stage, cell), strict=True
+                    memory.extra[stage], self._running(stage, mb), strict=True
                 ):
-                    if extra > 0:
+                    if extra[mb] > 0:
                         intervals.append(running)
-                        demands.append(extra)
+                        demands.append(extra[mb])
         cp.add_cumulative(intervals, demands, memory.cap)
 
-    def _running(self, stage: StageId, cell: _Cell) -> Iterator[cp_model.IntervalVar]:
+    def _running(self, stage: StageId, mb: MicrobatchId) -> Iterator[cp_model.IntervalVar]:
         """Yield the times of F, I, W and B; I and W, or B, are absent."""
         problem, interval = self._problem, self.cp.new_optional_fixed_size_interval_var
-        is_split = ~cell.is_fused
-        yield self.cp.new_fixed_size_interval_var(cell.forward_start, problem.forward[stage], "")
-        yield interval(cell.backward_start, problem.backward_input[stage], is_split, "")
-        yield interval(cell.weight_start, problem.backward_weight[stage], is_split, "")
-        yield interval(cell.backward_start, problem.backward[stage], cell.is_fused, "")
+        cell = self._cells[stage][mb]
+        forward, is_split = problem.forward[stage][mb], ~cell.is_fused
+        yield self.cp.new_fixed_size_interval_var(cell.forward_start, forward, "")
+        yield interval(cell.backward_start, problem.backward_input[stage][mb], is_split, "")
+        yield interval(cell.weight_start, problem.backward_weight[stage][mb], is_split, "")
+        yield interval(cell.backward_start, problem.backward[stage][mb], cell.is_fused, "")
 
     def _bound_time(self) -> None:
         """Bound `time` by each rank's last end, and by its head plus its work."""
         problem, heads = self._problem, self._problem.heads()
         for rank, offset in enumerate(problem.offsets):
             stages = problem.placement.stages_of(rank)
-            work: list[cp_model.LinearExprT] = [heads[stages[0]]]
+            work: list[cp_model.LinearExprT] = []
             for stage in stages:
-                halves = problem.backward_input[stage] + problem.backward_weight[stage]
-                saving = halves - problem.backward[stage]
-                for cell in self._cells[stage]:
-                    work.append(problem.forward[stage] + halves - saving * cell.is_fused)
-                self.cp.add(self.time + offset >= self._weight_end(stage, -1))
-            self.cp.add(self.time + offset >= sum(work))
-            self.cp.add(self._cells[stages[0]][0].forward_start >= heads[stages[0]])
+                for mb, cell in enumerate(self._cells[stage]):
+                    full = problem.backward[stage][mb]
+                    halves = problem.backward_input[stage][mb] + problem.backward_weight[stage][mb]
+                    saving = (halves - full) * cell.is_fused
+                    work.append(problem.forward[stage][mb] + halves - saving)
+            first = self._first_start(stages[0]) if problem.starts_count else offset
+            for stage in stages:
+                for group in problem.alike:
+                    self.cp.add(self.time + first >= self._weight_end(stage, group[-1]))
+            head = 0 if problem.starts_count else heads[stages[0]]
+            self.cp.add(self.time + offset >= head + sum(work))
+            for group in problem.alike:
+                self.cp.add(self._cells[stages[0]][group[0]].forward_start >= heads[stages[0]])
+
+    def _first_start(self, stage: StageId) -> cp_model.IntVar:
+        """Return when the first stage of a rank first starts: as soon as its input is there."""
+        first, is_first = self._time(), []
+        for group in self._problem.alike:
+            cell = self._cells[stage][group[0]]
+            chosen = self.cp.new_bool_var("")
+            arrival: cp_model.LinearExprT = 0
+            if stage > 0:
+                arrival = self._forward_end(stage - 1, group[0]) + self._problem.delay[stage - 1]
+            self.cp.add(cell.forward_start == first).only_enforce_if(chosen)
+            self.cp.add(first == arrival).only_enforce_if(chosen)
+            self.cp.add(cell.forward_start >= first)
+            is_first.append(chosen)
+        self.cp.add_exactly_one(is_first)
+        return first
 
     def hint(self, schedule: Schedule) -> None:
         """Start the search from `schedule`, which has no communication and no overlaps."""
@@ -196,20 +225,34 @@ class Model:
             simulate(self._split_what_must_be(schedule), problem.as_costs()).actions(),
             key=lambda entry: entry.start,
         )
-        for stage, cells in enumerate(self._cells):
-            own = [entry for entry in timed if compute_parts(entry.action)[0].stage == stage]
-            forwards = [entry for entry in own if isinstance(entry.action, Forward)]
-            backwards = [entry for entry in own if isinstance(entry.action, URGENT_BACKWARD_TYPES)]
-            weights = [entry.start for entry in own if isinstance(entry.action, BackwardWeight)]
-            weight_end = 0.0
-            for cell, forward, backward in zip(cells, forwards, backwards, strict=True):
-                is_fused = isinstance(backward.action, Backward)
-                weight = max(backward.end, weight_end) if is_fused else weights.pop(0)
-                weight_end = weight + (0 if is_fused else problem.backward_weight[stage])
-                values = (forward.start, backward.start, backward.end, weight, is_fused)
-                variables = cell if problem.may_fuse[stage] else cell[:-1]  # Not a constant.
-                for variable, value in zip(variables, values, strict=False):
-                    self.cp.add_hint(variable, int(value))
+        for stage in range(len(self._cells)):
+            for group in problem.alike:
+                own = [
+                    entry
+                    for entry in timed
+                    for part in compute_parts(entry.action)
+                    if part.stage == stage and part.mb in group
+                ]
+                self._hint_group(stage, group, own)
+
+    def _hint_group(
+        self, stage: StageId, group: Sequence[MicrobatchId], own: Sequence[TimedAction]
+    ) -> None:
+        """Give the times of actions of alike microbatches to them in their order."""
+        problem = self._problem
+        forwards = [entry for entry in own if isinstance(entry.action, Forward)]
+        backwards = [entry for entry in own if isinstance(entry.action, URGENT_BACKWARD_TYPES)]
+        weights = [entry.start for entry in own if isinstance(entry.action, BackwardWeight)]
+        weight_end = 0.0
+        for mb, forward, backward in zip(group, forwards, backwards, strict=True):
+            cell = self._cells[stage][mb]
+            is_fused = isinstance(backward.action, Backward)
+            weight = max(backward.end, weight_end) if is_fused else weights.pop(0)
+            weight_end = weight + (0 if is_fused else problem.backward_weight[stage][mb])
+            values = (forward.start, backward.start, backward.end, weight, is_fused)
+            variables = cell if problem.may_fuse[stage] else cell[:-1]  # Not a constant.
+            for variable, value in zip(variables, values, strict=False):
+                self.cp.add_hint(variable, round(value))
 
     def _split_what_must_be(self, schedule: Schedule) -> Schedule:
         """Return the schedule with each full backward split on stages that may not fuse."""

@@ -12,9 +12,11 @@ ticks too long, which is less than one of the former ticks; the division by z + 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, floor
+from operator import add, lt
+from typing import TypeAlias
 
 from penstock.costs import CostTable
-from penstock.ir import Placement, Rank
+from penstock.ir import MicrobatchId, Placement, Rank
 from penstock.solver.exact.whole_units import to_units
 from penstock.solver.problem import FORWARD, Problem
 
@@ -24,15 +26,19 @@ _MOST_AREA = 2**61  # The solver multiplies memory by time, in 64 bits.
 _ROUNDING = 1e-9  # Share by which sums of the same numbers may differ.
 
 
+Row: TypeAlias = tuple[int, ...]
+"""A number for each microbatch."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The memory of one microbatch on each stage of a rank, and the cap of the rank."""
+    """The memory of microbatches on each stage of a rank, and the cap of the rank."""
 
     rank: Rank
     cap: int
-    after_forward: dict[int, int]
-    after_input: dict[int, int]
-    extra: dict[int, tuple[int, ...]]
+    after_forward: dict[int, Row]
+    after_input: dict[int, Row]
+    extra: dict[int, tuple[Row, ...]]
     """By stage: what F, I, W and B need besides, only while they run."""
 
 
@@ -42,89 +48,136 @@ class TickProblem:
 
     placement: Placement
     num_microbatches: int
-    forward: tuple[int, ...]
-    backward_input: tuple[int, ...]
-    backward_weight: tuple[int, ...]
-    backward: tuple[int, ...]
+    alike: tuple[tuple[MicrobatchId, ...], ...]
+    """The microbatches, in groups of those that are alike."""
+    forward: tuple[Row, ...]
+    backward_input: tuple[Row, ...]
+    backward_weight: tuple[Row, ...]
+    backward: tuple[Row, ...]
     delay: tuple[int, ...]
     may_fuse: tuple[bool, ...]
     """By stage: True if a full backward can be better than its halves."""
     offsets: tuple[int, ...]
-    """The offset of each rank, rounded up so that times are rounded down."""
+    """The offset of each rank, rounded up so that times are rounded down.
+
+    If microbatches differ, the offsets by span follow from the order: these are then 0.
+    """
+    starts_count: bool
+    """True if the time of a rank counts from its own first start: by span, if they differ."""
     memory: tuple[RankMemory, ...]
     """The memory of each rank whose cap could be exceeded."""
     tick: float
     ticks_per_unit: int
     num_instant: int
+    slack: int = 0
+    """The ticks by which a span may be too long, because a rank starts too early.
+
+    That is so if microbatches differ and times were rounded: it is as many as the forwards.
+    """
 
     def to_lower_bound(self, ticks: float) -> float:
         """Return the least real time of any order, if none takes fewer than `ticks`."""
         # Bounds of the solver are whole numbers, which it returns as floats.
-        least = ceil(ticks - 1e-6) - self.num_instant
+        least = ceil(ticks - 1e-6) - self.num_instant - self.slack
         return max(0, ceil(least / self.ticks_per_unit)) * self.tick
 
     def heads(self) -> list[int]:
         """Return when the first forward of each stage can start."""
         starts = [0]
-        for stage, time in enumerate(self.forward[:-1]):
-            starts.append(starts[-1] + time + self.delay[stage])
+        for stage, times in enumerate(self.forward[:-1]):
+            starts.append(starts[-1] + min(times) + self.delay[stage])
         return starts
 
     def horizon(self) -> int:
         """Return a time in which all actions could run one after another."""
-        halves = map(sum, zip(self.backward_input, self.backward_weight, strict=True))
-        longest = map(max, self.backward, halves)
-        return self.num_microbatches * (sum(self.forward) + sum(longest) + 2 * sum(self.delay))
+        total = 0
+        rows = (self.forward, self.backward_input, self.backward_weight, self.backward)
+        for forwards, inputs, weights, fulls in zip(*rows, strict=True):
+            halves = map(sum, zip(inputs, weights, strict=True))
+            total += sum(forwards) + sum(map(max, fulls, halves))
+        return total + 2 * self.num_microbatches * sum(self.delay)
 
     def as_costs(self) -> CostTable:
-        """Return the times in ticks, for the simulator; its sums of whole numbers are exact."""
+        """Return the times in ticks, for the simulator; its sums of whole numbers are exact.
+
+        If microbatches differ and times were rounded, they are only close.
+        """
+        rows = (self.forward, self.backward_input, self.backward_weight, self.backward)
+        forward, first, second, full = ([row[0] for row in table] for table in rows)
+        scales = [[time / row[0] for time in row] for row in self.forward]
         return CostTable(
-            forward=self.forward,
-            backward_input=self.backward_input,
-            backward_weight=self.backward_weight,
-            backward=self.backward,
+            forward=forward,
+            backward_input=first,
+            backward_weight=second,
+            backward=full,
             delay=self.delay,
+            time_scale=scales if len(self.alike) > 1 else (),
         )
 
 
 def to_ticks(problem: Problem) -> TickProblem:
     """Return the problem in ticks; memory without a common unit is rounded down too."""
-    costs, placement, num_microbatches = problem.costs, problem.placement, problem.num_microbatches
-    delay = problem.delays
-    num_stages = placement.num_stages
-    tables = (costs.forward, costs.backward_input, costs.backward_weight, costs.backward)
-    tick, ticks = to_units([time for table in (*tables, delay) for time in table], _MOST_TICKS)
-    computes = ticks[: 4 * num_stages]
-    num_instant = computes.count(0) * num_microbatches
+    placement, num_microbatches = problem.placement, problem.num_microbatches
+    delay, num_stages = problem.delays, placement.num_stages
+    times = problem.named.times
+    tick, ticks = to_units([*times, *delay], _MOST_TICKS)
+    # If microbatches are alike, there are times for one of them.
+    copies = 1 if problem.sequence else num_microbatches
+    num_instant = ticks[: len(times)].count(0) * copies
     scale = num_instant + 1
-    scaled = [time * scale or 1 for time in computes]
+    scaled = [time * scale or 1 for time in ticks[: len(times)]]
     forward, first, second, full = (
-        tuple(scaled[n * num_stages : (n + 1) * num_stages]) for n in range(4)
+        tuple(
+            tuple(scaled[4 * stage + kind :: 4 * num_stages]) * copies
+            for stage in range(num_stages)
+        )
+        for kind in range(4)
     )
+    is_exact = all(
+        abs(n * tick - time) <= _ROUNDING * time for n, time in zip(ticks, times, strict=False)
+    )
+    starts_count = bool(problem.sequence) and problem.clock == "span"
+    offsets = (0.0,) * placement.num_ranks if starts_count else problem.offsets
     in_ticks = TickProblem(
         placement=placement,
         num_microbatches=num_microbatches,
+        alike=_alike(problem),
         forward=forward,
         backward_input=first,
         backward_weight=second,
         backward=full,
-        delay=tuple(time * scale for time in ticks[4 * num_stages :]),
+        delay=tuple(time * scale for time in ticks[len(times) :]),
         may_fuse=tuple(
-            full[stage] < first[stage] + second[stage] or problem.saves_memory(stage)
+            any(map(lt, full[stage], map(add, first[stage], second[stage])))
+            or problem.saves_memory(stage)
             for stage in range(num_stages)
         ),
-        offsets=tuple(ceil(offset / tick * (1 - _ROUNDING)) * scale for offset in problem.offsets),
+        offsets=tuple(ceil(offset / tick * (1 - _ROUNDING)) * scale for offset in offsets),
+        starts_count=starts_count,
         memory=(),
         tick=tick,
         ticks_per_unit=scale,
         num_instant=num_instant,
+        slack=0 if is_exact or not starts_count else num_stages * num_microbatches * scale,
     )
     return replace(in_ticks, memory=tuple(_memory(in_ticks, problem)))
 
 
+def _alike(problem: Problem) -> tuple[tuple[MicrobatchId, ...], ...]:
+    if not problem.sequence:
+        return (tuple(range(problem.num_microbatches)),)
+    step, table = 4 * problem.num_stages, problem.named
+    groups: dict[object, list[MicrobatchId]] = {}
+    for mb in range(problem.num_microbatches):
+        own = slice(mb * step, (mb + 1) * step)
+        groups.setdefault((table.times[own], table.changes[own]), []).append(mb)
+    return tuple(map(tuple, groups.values()))
+
+
 def _memory(in_ticks: TickProblem, problem: Problem) -> Iterator[RankMemory]:
     """Yield the memory of ranks whose cap is less than all microbatches can need together."""
-    costs = problem.costs
+    costs, num_microbatches = problem.costs, problem.num_microbatches
+    sizes = costs.memory_scale or (1,) * num_microbatches
     for rank, cap in enumerate(problem.caps):
         stages = problem.stages_of[rank]
         held = [*(costs.after_forward[s] for s in stages), *(costs.after_input[s] for s in stages)]
@@ -134,16 +187,18 @@ def _memory(in_ticks: TickProblem, problem: Problem) -> Iterator[RankMemory]:
             rise - (costs.after_forward[stages[n // 4]] if n % 4 == FORWARD else 0.0)
             for n, rise in enumerate(rises)
         ]
-        num_held = problem.num_microbatches * (len(held) + len(extra))
-        if cap >= sum(held) * problem.num_microbatches + max(extra):
+        num_held = num_microbatches * (len(held) + len(extra))
+        if cap >= sum(held) * sum(sizes) + max(extra) * max(sizes):
             continue
         most = min(_MOST_MEMORY, _MOST_AREA // (in_ticks.horizon() * num_held))
-        unit, counts = to_units([*held, *extra], max(1, most))
-        by_kind = counts[len(held) :]
+        amounts = [amount * size for amount in (*held, *extra) for size in sizes]
+        unit, counts = to_units(amounts, max(1, most))
+        rows = [counts[n : n + num_microbatches] for n in range(0, len(counts), num_microbatches)]
+        by_kind = rows[len(held) :]
         yield RankMemory(
             rank=rank,
             cap=floor(cap * (1 + _ROUNDING) / unit),
-            after_forward=dict(zip(stages, counts, strict=False)),
-            after_input=dict(zip(stages, counts[len(stages) : len(held)], strict=True)),
+            after_forward=dict(zip(stages, rows, strict=False)),
+            after_input=dict(zip(stages, rows[len(stages) : len(held)], strict=True)),
             extra={s: tuple(by_kind[4 * n : 4 * n + 4]) for n, s in enumerate(stages)},
         )

@@ -1,0 +1,165 @@
+"""Microbatches that differ: their sequence is searched too, and bounds hold for every order."""
+
+from dataclasses import replace
+from itertools import permutations
+from random import Random
+from statistics import median
+
+import pytest
+from problems import random_problem
+from test_certify import gap_to_optimum
+
+from fuzzing import IS_LONG
+from penstock import CostTable, Placement, search, simulate
+from penstock.errors import CostError
+from penstock.solver import Problem, lower_bound
+from penstock.solver.annealing import anneal
+from penstock.solver.dispatch_policies import grid
+from penstock.solver.dispatching import dispatch
+from penstock.solver.evaluation import evaluate, fits, peak_memory
+from penstock.solver.exact import solve
+from penstock.solver.registered_schedules import registered
+from penstock.solver.sequences import begin_with, with_sequence
+
+WORST_ALLOWED = 0.05
+
+
+def small_problem(seed: int) -> Problem:
+    return random_problem(
+        seed,
+        num_ranks=(1, 3),
+        num_microbatches=(1, 4),
+        fuses=seed % 2 == 0,
+        leaves_more=seed % 3 == 0,
+        works=seed % 5 > 1,
+        differs=True,
+    )
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(1000 if IS_LONG else 24))
+def test_orders_are_timed_and_fit_as_the_simulator_says(seed: int) -> None:
+    """Policies never deadlock in the memory that they have, in any sequence."""
+    problem = random_problem(seed, works=seed % 2 == 0, fuses=seed % 3 == 0, differs=True)
+    places = list(range(problem.num_microbatches))
+    random = Random(seed)
+    policies = list(grid(problem))
+    for policy in random.sample(policies, min(8, len(policies))):
+        random.shuffle(places)
+        arranged = problem.rearranged(places)
+        walk = anneal(arranged, dispatch(arranged, policy), num_moves=60, heat=5.0, seed=seed)
+        report = simulate(walk.problem.schedule(walk.orders), problem.costs)
+        if not problem.has_queues:
+            expected = pytest.approx(problem.time_of(report))
+            assert expected == evaluate(walk.problem, walk.orders).time
+        assert problem.find_excess(report) is None
+        for rank, order in enumerate(walk.orders):
+            peak = peak_memory(walk.problem, order)
+            assert report.ranks[rank].peak_memory == pytest.approx(peak)
+            assert fits(walk.problem, rank, order)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(400 if IS_LONG else 16))
+def test_the_best_schedule_in_any_order_does_not_beat_the_bound(seed: int) -> None:
+    problem = small_problem(seed)
+    costs, caps = problem.costs, problem.caps
+    found = solve(
+        costs,
+        problem.placement,
+        problem.num_microbatches,
+        memory=caps,
+        clock=problem.clock,
+        seconds=10,
+    )
+    assert problem.time_of(found.report) >= lower_bound(problem) * (1 - 1e-9)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(1000 if IS_LONG else 16))
+def test_no_registered_schedule_beats_the_bound_in_any_sequence(seed: int) -> None:
+    problem = random_problem(seed, num_microbatches=(2, 8), fuses=seed % 2 == 0, differs=True)
+    least = lower_bound(problem) * (1 - 1e-9)
+    for arranged in begin_with(problem):
+        for _, schedule in registered(problem.placement, problem.num_microbatches):
+            report = simulate(with_sequence(schedule, arranged.sequence), problem.costs)
+            if problem.find_excess(report) is None:
+                assert problem.time_of(report) >= least
+
+
+@pytest.mark.fuzz
+def test_search_is_optimal_on_most_small_problems_and_close_on_all() -> None:
+    problems = {
+        seed: random_problem(seed, num_ranks=(2, 4 if IS_LONG else 3), differs=True)
+        for seed in range(100, 300 if IS_LONG else 103)
+    }
+    gaps = {seed: gap_to_optimum(problem) for seed, problem in problems.items()}
+    assert median(gaps.values()) == pytest.approx(0.0, abs=1e-9)
+    far = {seed: f"{gap:.2%}" for seed, gap in gaps.items() if gap > WORST_ALLOWED}
+    assert {} == far
+
+
+def test_search_chooses_which_microbatch_goes_first() -> None:
+    """On two ranks, the smallest first lets rank 1 begin soonest."""
+    costs = CostTable.uniform(2, time_scale=[4, 1])
+    found = search(costs, 2, 2, effort=0.1)
+    times = {
+        order: min(
+            simulate(with_sequence(schedule, order), costs).makespan
+            for _, schedule in registered(Placement.linear(2), 2)
+        )
+        for order in permutations(range(2))
+    }
+    assert times[1, 0] < times[0, 1]
+    assert found.time <= times[1, 0]
+    assert 1 == found.schedule.orders[0][0].mb  # type: ignore[union-attr]
+
+
+def test_scales_of_one_change_nothing() -> None:
+    even = random_problem(3)
+    ones = (1.0,) * even.num_microbatches
+    costs = replace(even.costs, time_scale=(ones,) * even.num_stages, memory_scale=ones)
+    for problem in (even, replace_costs(even, costs)):
+        policy = next(iter(grid(problem)))
+        orders = dispatch(problem, policy)
+        report = simulate(problem.schedule(orders), costs)
+        assert evaluate(problem, orders).time == pytest.approx(problem.time_of(report))
+    assert dispatch(even, policy) == dispatch(replace_costs(even, costs), policy)
+
+
+def replace_costs(problem: Problem, costs: CostTable) -> Problem:
+    return Problem.of(
+        costs,
+        problem.placement,
+        problem.num_microbatches,
+        memory=problem.caps,
+        clock=problem.clock,
+    )
+
+
+def test_exact_solver_finds_the_best_of_all_orders() -> None:
+    """Brute force over the sequence, for one rank after another: nothing is missed."""
+    costs = CostTable.uniform(2, backward_weight=0.5, time_scale=[3, 1, 2])
+    best = solve(costs, Placement.linear(2), 3)
+    problem = Problem.of(costs, Placement.linear(2), 3)
+    times = []
+    for places in permutations(range(3)):
+        arranged = problem.rearranged(places)
+        for policy in grid(arranged):
+            times.append(evaluate(arranged, dispatch(arranged, policy)).time)
+    assert best.is_optimal
+    assert best.report.makespan <= min(times)
+    assert lower_bound(problem) <= best.report.makespan
+
+
+def test_problem_needs_scales_for_each_microbatch() -> None:
+    costs = CostTable.uniform(2, time_scale=[1, 2])
+    with pytest.raises(CostError, match="The costs are for 2 microbatches of different sizes, but"):
+        Problem.of(costs, Placement.linear(2), 3)
+
+
+def test_smallest_cap_is_that_of_the_largest_microbatch() -> None:
+    costs = CostTable.uniform(2, memory_scale=[1, 3, 2])
+    assert (3.0, 3.0) == Problem.of(costs, Placement.linear(2), 3).smallest_caps
+    found = search(costs, 2, 3, memory=3, effort=0.1)
+    assert 3 == found.report.peak_memory
