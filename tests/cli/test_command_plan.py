@@ -34,6 +34,21 @@ def make_with_keywords():
     return Scaled(), (torch.zeros(8, 16),), {"scale": torch.ones(8, 1)}
 
 
+def make_with_loss():
+    return *make_with_keywords(), nn.functional.mse_loss
+
+
+def make_with_target():
+    def loss_fn(output, target):
+        return nn.functional.mse_loss(output, target)
+
+    return *make_with_keywords(), loss_fn, torch.zeros(8, 16)
+
+
+def make_without_target():
+    return make_with_target()[:4]
+
+
 def fail():
     raise KeyError("width")
 
@@ -110,6 +125,22 @@ def test_plan_as_json_of_a_file_with_keyword_arguments() -> None:
     assert all(0 < help["gain"] < 1 for help in facts["helps"])
 
 
+def test_function_may_return_a_loss_too() -> None:
+    """It takes time, and memory for what it holds."""
+    times, memory = zip(
+        *(
+            (row["time"], max(row["memory"]))
+            for name in ("make_with_keywords", "make_with_loss", "make_with_target")
+            for options in [("-m", 4, "-p", 1, "-v", 1, "--effort", 0.01, "--json")]
+            for ran in [run("plan", f"planned_model:{name}", *options)]
+            for row in json.loads("\n".join(ran.lines))["rows"]
+        ),
+        strict=True,
+    )
+    assert times[0] < times[1] == times[2]
+    assert memory[0] < memory[1] == memory[2]
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -123,6 +154,7 @@ def test_plan_as_json_of_a_file_with_keyword_arguments() -> None:
         ("planned_model:make_number", "planned_model:make_number returned int. Expected (model,"),
         ("planned_model:make_reversed", "planned_model:make_reversed returned (Tensor, Sequenti"),
         ("planned_model:make_word", "planned_model:make_word returned a str as the arguments"),
+        ("planned_model:make_without_target", "the target of loss_fn, which is make_with_target."),
         ("planned_model:make_misfit", "Sequential cannot be traced: RuntimeError"),
         ("failing_model:make", "failing_model cannot be imported: JSONDecodeError: Expecting"),
         ("lacking_model:make", "lacking_model cannot be imported: ModuleNotFoundError: No modu"),

@@ -127,6 +127,12 @@ def test_target_of_torchs_losses_follows_from_the_output(
     assert given.backward_bytes > 0
 
 
+@pytest.mark.parametrize("count", COUNTS, ids=["counted", "measured"])
+def test_target_follows_from_an_output_that_has_a_history(count: Any) -> None:
+    (cost,) = count(nn.Sequential(nn.Linear(WIDTH, WIDTH)), (X,), loss_fn=functional.l1_loss)
+    assert cost.backward_bytes >= X.nbytes
+
+
 class Named(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"logits": x * 2, "unused": x + 1}

@@ -87,7 +87,8 @@ def plan(
     would help; the machines are not needed yet.
 
     FUNCTION takes no argument and returns the model and its arguments for a whole batch, as
-    (model, args) or (model, args, kwargs). On the meta device, nothing is computed.
+    (model, args) or (model, args, kwargs). A loss function and a target may follow, which count
+    with the last layer. On the meta device, nothing is computed.
     Times are in operations; with --speed or --measure they are in seconds, and so are --delay and
     --overhead. The best schedule is written as CSV if a file is given.
 
@@ -168,11 +169,11 @@ def _plan(name: str, num_ranks: int, options: dict[str, Any]) -> "Plan":
     function = load_function(name)
     with errors_in_one_line(f"{name} failed"):
         made = function()
-    model, args, kwargs = _check_made(name, made)
+    model, question = _check_made(name, made)
     # torch would log in many lines an error that we print in one; --debug shows the traceback.
     logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
     with errors_in_one_line("The model failed"):
-        return make_plan(model, num_ranks, batch=args, kwargs=kwargs, **options)
+        return make_plan(model, num_ranks, **question, **options)
 
 
 def _plan_levels(texts: list[str], num_ranks: int, options: dict[str, Any]) -> "Plan":
@@ -181,14 +182,21 @@ def _plan_levels(texts: list[str], num_ranks: int, options: dict[str, Any]) -> "
     return make_plan(read_levels(texts), num_ranks, **options)
 
 
-def _check_made(name: str, made: Any) -> tuple["nn.Module", tuple[Any, ...], dict[str, Any]]:
-    """Return the model, its arguments and its keyword arguments, after checking them."""
+def _check_made(name: str, made: Any) -> tuple["nn.Module", dict[str, Any]]:
+    """Return the model, and what the planner is to be given about it, after checking them."""
     from torch import Tensor, nn
 
+    kwargs: Any = {}
+    loss_fn: Any = None
+    target: Any = None
     match made:
         case (nn.Module() as model, args):
-            kwargs: Any = {}
+            pass
         case (nn.Module() as model, args, dict() as kwargs):
+            pass
+        case (nn.Module() as model, args, dict() as kwargs, loss_fn):
+            pass
+        case (nn.Module() as model, args, dict() as kwargs, loss_fn, target):
             pass
         case _:
             inside = made if isinstance(made, tuple) else (made,)
@@ -196,7 +204,7 @@ def _check_made(name: str, made: Any) -> tuple["nn.Module", tuple[Any, ...], dic
             raise OptionError(
                 f"{name} returned {f'({types})' if isinstance(made, tuple) else types}. Expected "
                 "(model, args) or (model, args, kwargs), with a torch.nn.Module and its arguments "
-                "for a whole batch."
+                "for a whole batch; after these, loss_fn, or loss_fn and target."
             )
     if isinstance(args, Tensor):
         args = (args,)
@@ -205,7 +213,7 @@ def _check_made(name: str, made: Any) -> tuple["nn.Module", tuple[Any, ...], dic
             f"{name} returned a {type(args).__name__} as the arguments of the model. Expected a "
             "tuple of its arguments for a whole batch."
         )
-    return model, tuple(args), kwargs
+    return model, {"batch": tuple(args), "kwargs": kwargs, "loss_fn": loss_fn, "target": target}
 
 
 def _print(found: "Plan", unit: TimeUnit, memory_unit: MemoryUnit) -> None:

@@ -117,7 +117,7 @@ class Loss:
         if not isinstance(outputs, Tensor) or outputs.dim() == 0:
             return None
         if kind in _OF_VALUES:
-            return torch.zeros_like(outputs, requires_grad=False)
+            return torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device)
         if kind in _OF_CLASSES:
             shape = outputs.shape[:1] + outputs.shape[2:] if outputs.dim() > 1 else ()
             return torch.zeros(shape, dtype=torch.long, device=outputs.device)
