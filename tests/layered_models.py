@@ -93,7 +93,7 @@ class Masked(Layers):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        mask = (tokens > 1).unsqueeze(-1).to(x.dtype) + x.new_zeros(x.shape)
+        mask = (tokens > 1).unsqueeze(-1) * torch.ones_like(x) + x.new_zeros(x.shape)
         bias = self.bias(self.positions[: tokens.shape[1]])
         for layer in self.layers:
             x = Mixing.mixed(layer, x * mask, bias)
@@ -164,6 +164,42 @@ class Shelving(nn.Module):
         return torch.tanh(self.linear(x) * shelf["first"])
 
 
+class Appending(Layers):
+    """The layers append to a list, and use its first value and its length."""
+
+    def __init__(self) -> None:
+        super().__init__(Counting)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, seen = self.embed(tokens), list[Tensor]()
+        for layer in self.layers:
+            x = layer(x, seen)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(x.sin())
+        return torch.tanh(self.linear(x) * seen[0] * len(seen))
+
+
+class Doubling(nn.Module):
+    """A layer that changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x.mul_(2))
+        return out
+
+
 class Listed(Layers):
     """It returns the values between its layers too, which different stages compute."""
 
@@ -197,6 +233,10 @@ class Translator(nn.Module):
 
 def own_backwards() -> Layers:
     return Layers(OwnBackward)
+
+
+def in_place() -> Layers:
+    return Layers(Doubling)
 
 
 def experts() -> Layers:

@@ -11,6 +11,7 @@ import penstock
 from cut_training import NUM_MICROBATCHES, ROWS
 from layered_models import (
     LAYERS,
+    Appending,
     Biased,
     Changing,
     Checkpointed,
@@ -22,6 +23,7 @@ from layered_models import (
     Tied,
     Translator,
     experts,
+    in_place,
     loss_of,
     own_backwards,
     some_tokens,
@@ -75,6 +77,8 @@ def check(model: nn.Module, pieces: CutModel, schedule: str, inputs: dict[str, T
 
 MODELS = {
     "own backwards": own_backwards,
+    "in place": in_place,
+    "appending": Appending,
     "experts": experts,
     "tied": Tied,
     "biased": Biased,

@@ -168,9 +168,13 @@ class RerunStage:
             if leaf.filled is None:
                 value = state.received[place]
                 self._check_dtype(number, k, leaf, value)
-                is_written = number < self.end and k in self.calls[number].written
-                leaf.filled = value.clone() if is_written else value
+                leaf.filled = self.unshared(number, k, value)
         return fill(tree)
+
+    def unshared(self, number: int, k: int, value: Tensor) -> Tensor:
+        """Return a value that was received, or a copy if it is changed in place."""
+        is_written = number < self.end and k in self.calls[number].written
+        return value.clone() if is_written else value
 
     def _check_dtype(self, number: int, k: int, leaf: Hollow, value: Tensor) -> None:
         """Raise an error if a value has another dtype than on the example.

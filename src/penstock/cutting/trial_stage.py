@@ -41,7 +41,8 @@ class TrialStage(RerunStage):
                     if (number, k) in other.available:
                         self.received.append((number, k))
                         self.sources.append(other.stage)
-                        leaf.filled = _received(other.available[number, k])
+                        value = _received(other.available[number, k])
+                        leaf.filled = self.unshared(number, k, value)
                         break
         tree = fill(tree)
         if number == self.end and self.is_last:
