@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from limits import PROCESS_S
-from worker_pool import fork_with_torch
+from worker_pool import end_with_parent, fork_with_torch
 
 FOR_RANKS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -76,6 +77,7 @@ def _run_rank(
     port: int,
 ) -> None:
     """Run `main` as one rank, in the environment that torchrun would give it."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     for file, number in ((printed, 1), (errors, 2)):
         with file.open("a") as stream:
             os.dup2(stream.fileno(), number)

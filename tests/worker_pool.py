@@ -33,15 +33,21 @@ from limits import HANG_S, PROCESS_S
 GROUP_SIZES = (1, 2, 4, 8)
 # What carries the messages of pipelines: the second as between machines.
 LINKS = ("shared memory", "gloo")
+PRELOADED = [
+    *("torch._dynamo", "torch.distributed", "penstock.runtime"),
+    *("transformers.models.llama.modeling_llama", "transformers.trainer"),
+]
+os.environ["HF_HUB_OFFLINE"] = "1"  # Before transformers is loaded.
 
 
 def fork_with_torch() -> ForkServerContext:
     """Return what starts processes in which torch is loaded, but nothing of this process is.
 
-    They are forks of a server that does nothing else, so that no thread is forked midway.
+    They are forks of a server that does nothing else, so that no thread is forked midway. It loads
+    transformers too, if it is installed: that takes each process that needs it three seconds.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "penstock.runtime"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -189,7 +195,7 @@ def _dump(value: Any) -> bytes:
 def _work(rank: int, num_workers: int, store: str, channel: connection.Connection) -> None:
     """What a worker does: join the groups, then answer until there is no more work."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which will end us.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -235,7 +241,8 @@ def _answer(task: bytes, groups: dict[int, Any]) -> bytes:
         gc.collect()  # One test's pipelines must not end in the middle of the next.
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Wait for the end of the tests, however they end, and end this process then."""
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
