@@ -7,8 +7,9 @@ from penstock.comm import LocalGroup, local_ranks
 from penstock.cutting.cut_model import CutModel
 from penstock.ir import Placement
 from penstock.training.gpt import Gpt, cut, initialise
-from penstock.training.models import Place, next_token_loss, spread
+from penstock.training.models import Place, spread
 from penstock.training.orders import choose_orders
+from penstock.training.token_loss import next_token_loss
 
 CPU = torch.device("cpu")
 PLACEMENTS = [

@@ -9,11 +9,15 @@ import pytest
 import torch
 from small_runs import DATA, PLAIN, losses
 
+from penstock.comm import LocalGroup, local_ranks
 from penstock.errors import OptionError
 from penstock.training.choices import Data
 from penstock.training.documents import Documents
+from penstock.training.forecast import Forecast
 from penstock.training.model_sources import HuggingFaceModel, ModelSource, OwnModel
-from penstock.training.models import logits_of, next_token_loss
+from penstock.training.models import Place, spread
+from penstock.training.orders import choose_orders
+from penstock.training.token_loss import logits_of, next_token_loss
 
 OWN = """
 import torch
@@ -106,6 +110,23 @@ def test_logits_are_found_in_what_models_return() -> None:
     assert torch.float64 == next_token_loss(logits.double(), target).dtype
     with pytest.raises(OptionError, match="the model returned a dict without logits"):
         logits_of({"hidden": logits})
+
+
+def test_cut_and_forecast_count_the_loss(tmp_path: Path) -> None:
+    """The loss of many words costs as much as layers: the rank that computes it has fewer."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 1024}))
+    config = replace(PLAIN, model=HuggingFaceModel(str(tmp_path), 8), schedule="1F1B", num_ranks=2)
+    forecasts: list[Forecast] = []
+
+    def main(group: LocalGroup) -> int:
+        place = Place.of(config, group, torch.device("cpu"))
+        pipe = spread(config, choose_orders(config), place, forecasts.append)
+        return len({name.split(".")[2] for name, _ in pipe.named_parameters() if "layers" in name})
+
+    first, last = local_ranks(2, main)
+    assert (4, 0) == (first, last)  # Without the loss, 3 and 1.
+    logits = 4.0 * 2 * 8 * 1024  # In 32 bits, of a microbatch of 2.
+    assert all(2 * logits <= found.ranks[1].activations for found in forecasts)
 
 
 def test_prompt_without_tokens_is_rejected(tmp_path: Path) -> None:

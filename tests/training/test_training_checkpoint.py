@@ -13,8 +13,8 @@ from torch import Tensor
 from penstock.errors import CheckpointError, OptionError
 from penstock.parallel import training_state
 from penstock.training.gpt import Gpt
-from penstock.training.models import next_token_loss
 from penstock.training.saved import Saved, find_latest
+from penstock.training.token_loss import next_token_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

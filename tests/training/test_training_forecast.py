@@ -15,12 +15,14 @@ from penstock.training.settings import TrainConfig
 
 CPU = torch.device("cpu")
 GIB = 2.0**30
+BYTES_OF_LOGITS = 4 * 2 * 8 * 256
 
 
 def forecast_of(config: TrainConfig) -> Forecast:
     orders = choose_orders(config)
     pieces = cut(MODEL, orders.placement, microbatch=2)
-    return forecast(config, orders, pieces, (torch.zeros(2, 8, dtype=torch.long),), {})
+    example = torch.zeros(2, 8, dtype=torch.long)
+    return forecast(config, orders, pieces, ((example,), {}), target=example)
 
 
 def test_memory_is_counted_from_shapes_and_grows_with_what_a_schedule_holds() -> None:
@@ -30,11 +32,13 @@ def test_memory_is_counted_from_shapes_and_grows_with_what_a_schedule_holds() ->
     assert size == sum(rank.weights for rank in found.ranks)
     assert size == sum(rank.gradients for rank in found.ranks)
     assert 2 * size == sum(rank.optimizer for rank in found.ranks)
-    # Rank 0 of 1F1B holds two microbatches, rank 1 one; GPipe holds all four on both.
+    # Rank 0 of 1F1B holds two microbatches, rank 1 one; GPipe holds all four on both. On top of
+    # that, the backward of the loss makes the gradients of the logits.
     held = [rank.activations for rank in found.ranks]
     gpipe = [rank.activations for rank in forecast_of(replace(config, schedule="GPipe")).ranks]
-    assert gpipe == [2 * held[0], 4 * held[1]]
-    assert 0 < held[1] < held[0]
+    assert gpipe[0] == 2 * held[0]
+    extra = (4 * held[1] - gpipe[1]) / 3
+    assert BYTES_OF_LOGITS <= extra < held[1] < held[0]
     assert 0.2 <= found.bubble < 0.3  # 20 % for equal stages; those of ranks differ a little.
 
 
@@ -55,7 +59,7 @@ def test_shards_divide_weights_and_evaluation_has_no_gradients() -> None:
 def test_model_that_shapes_do_not_tell_about_has_weights_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise RuntimeError("depends on values")
 
     monkeypatch.setattr(module, "count_stages", fail)

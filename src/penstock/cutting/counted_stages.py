@@ -1,5 +1,6 @@
 """The costs of the stages that a model was cut into, counted from shapes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cutting.cut_model import CutModel
+from penstock.cutting.loss_costs import Loss, add_loss
 from penstock.cutting.own_backwards import ONE_AT_A_TIME
 from penstock.cutting.shape_counts import LayerCost, counted, counting_saved
 from penstock.ir import StageId
@@ -15,13 +17,20 @@ from penstock.torch_private import FakeTensorMode, pytree
 
 
 def count_stages(
-    pieces: CutModel, mb_args: tuple[Any, ...], mb_kwargs: dict[str, Any]
+    pieces: CutModel,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any],
+    *,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    target: Any = None,
 ) -> list[LayerCost]:
     """Count the costs of the stages of a cut model; it may be on the meta device.
 
-    Tied parameters count in each stage that has them. What cannot be run without values raises an
-    error of torch's.
+    With `loss_fn`, the loss counts with the last stage; `target` is that of one microbatch. Tied
+    parameters count in each stage that has them. What cannot be run without values raises an error
+    of torch's.
     """
+    loss = Loss.of(loss_fn, target)
     costs: list[LayerCost] = []
     with (
         ONE_AT_A_TIME,
@@ -49,8 +58,8 @@ def count_stages(
             )
             return outputs
 
-        pieces.run_stages(run, args)
-    return costs
+        outputs = pieces.run_stages(run, args)
+    return add_loss(costs, None if loss is None else loss.count(outputs))
 
 
 def _fake(tensor: Tensor) -> Tensor:

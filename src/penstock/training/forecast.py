@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock import schedules
 from penstock.costs import CostTable
 from penstock.costs.amounts import to_amount
 from penstock.costs.units import in_memory
-from penstock.cutting import CutModel
+from penstock.cutting import CutModel, LayerCost
 from penstock.cutting.counted_stages import count_stages
 from penstock.errors import OptionError
 from penstock.ir import Rank, Schedule
 from penstock.sim import simulate
 from penstock.training.orders import Orders
 from penstock.training.settings import TrainConfig
+from penstock.training.token_loss import next_token_loss
 
 _STATES = 2  # Of AdamW, for each parameter.
 LOGGER = logging.getLogger("penstock")
@@ -74,17 +76,27 @@ def forecast(
     config: TrainConfig,
     orders: Orders,
     pieces: CutModel,
-    mb_args: tuple[Any, ...],
-    mb_kwargs: dict[str, Any],
+    mb_inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    target: Tensor,
 ) -> Forecast:
-    """Count what the stages of a model need; they may be on the meta device."""
+    """Count what the stages of a model and its loss need; they may be on the meta device.
+
+    `mb_inputs` and `target` are those of one microbatch.
+    """
     schedule = orders.schedule or _stand_in(orders)
-    times, held = _count(pieces, mb_args, mb_kwargs)
+    counted = _count(pieces, *mb_inputs, target)
     bubble, activations = None, [0.0] * config.num_ranks
-    if schedule is not None and any(times):
-        third = [time / 3 for time in times]
+    if schedule is not None and counted:
+        third = [cost.time / 3 for cost in counted]
+        extra = [cost.backward_bytes for cost in counted]
         costs = CostTable(
-            forward=third, backward_input=third, backward_weight=third, after_forward=held
+            forward=third,
+            backward_input=third,
+            backward_weight=third,
+            after_forward=[cost.activation_bytes for cost in counted],
+            during_input=extra,
+            during_backward=extra,
         )
         report = simulate(schedule, costs)
         bubble = report.bubble_by_makespan
@@ -137,15 +149,14 @@ def _too_large(found: Forecast, why: str) -> OptionError:
 
 
 def _count(
-    pieces: CutModel, mb_args: tuple[Any, ...], mb_kwargs: dict[str, Any]
-) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the operations of each stage, and the bytes that a microbatch holds there."""
+    pieces: CutModel, mb_args: tuple[Any, ...], mb_kwargs: dict[str, Any], target: Tensor
+) -> Sequence[LayerCost]:
+    """Return what each stage costs; nothing if that cannot be counted."""
     try:
-        found = count_stages(pieces, mb_args, mb_kwargs)
+        return count_stages(pieces, mb_args, mb_kwargs, loss_fn=next_token_loss, target=target)
     except Exception as error:  # It is the model's own, which may train all the same.
         LOGGER.warning("the forecast does not count operations and activations: %r", error)
-        return [0.0] * pieces.num_stages, [0.0] * pieces.num_stages
-    return [cost.time for cost in found], [cost.activation_bytes for cost in found]
+        return ()
 
 
 def _stand_in(orders: Orders) -> Schedule | None:

@@ -16,6 +16,7 @@ from penstock.cutting.untraced_cut import cut_between_modules
 from penstock.ir import Placement
 from penstock.training.gpt_sizes import VOCABULARY, GptConfig
 from penstock.training.loader import generator_for
+from penstock.training.token_loss import next_token_loss
 
 LAYERS = ("embed", "blocks", "head")
 
@@ -98,7 +99,9 @@ def cut(
     with torch.device("meta"):
         model = Gpt(config).to(dtype)
         example = torch.zeros(microbatch, config.context, dtype=torch.long)
-    policy = Balanced(placement.num_stages, placement=placement)
+    policy = Balanced(
+        placement.num_stages, placement=placement, loss_fn=next_token_loss, target=example
+    )
     return cut_between_modules(model, policy, layers=LAYERS, mb_args=(example,))
 
 

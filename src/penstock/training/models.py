@@ -1,6 +1,6 @@
 """The model of a run, spread over its ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -21,6 +21,7 @@ from penstock.training.gpt_sizes import GptConfig
 from penstock.training.model_sources import HuggingFaceModel, OwnModel
 from penstock.training.orders import AUTO, Orders
 from penstock.training.settings import TrainConfig
+from penstock.training.token_loss import next_token_loss
 from penstock.user_code import errors_in_one_line, load_function
 
 
@@ -63,8 +64,8 @@ def spread(
 ) -> ParallelModel:
     """Make the model of a run, and keep this rank's stages of it, if it is expected to fit."""
     model, pieces = _make(config, orders)
-    mb_args, mb_kwargs = as_inputs(config, _example(config, config.num_microbatches))
-    found = forecast(config, orders, pieces, mb_args, mb_kwargs)
+    example = _example(config, config.num_microbatches)
+    found = forecast(config, orders, pieces, as_inputs(config, example), target=example)
     on_forecast(found)
     check_fits(config, found, place.device)
     if isinstance(config.model, GptConfig):
@@ -101,7 +102,12 @@ def _make(config: TrainConfig, orders: Orders) -> tuple[nn.Module | Pretrained, 
             model = _of_transformers(config.model, config.seed, dtype)
         case OwnModel():
             model = _own(config.model, config.seed).to(dtype)
-    policy = Balanced(orders.placement.num_stages, placement=orders.placement)
+    policy = Balanced(
+        orders.placement.num_stages,
+        placement=orders.placement,
+        loss_fn=next_token_loss,
+        target=example,
+    )
     whole = model.new_model() if isinstance(model, Pretrained) else model
     return model, cut_any(whole, policy, *as_inputs(config, example))
 
@@ -117,26 +123,6 @@ def as_inputs(config: TrainConfig, tokens: Tensor) -> tuple[tuple[Any, ...], dic
     if isinstance(config.model, HuggingFaceModel):
         return (), {"input_ids": tokens}
     return (tokens,), {}
-
-
-def next_token_loss(output: Any, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy over all tokens, computed in at least 32 bits."""
-    logits = logits_of(output).flatten(0, 1)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return nn.functional.cross_entropy(wide, target.flatten())
-
-
-def logits_of(output: Any) -> Tensor:
-    """Return the logits in what a model returns: a tensor, or an output of transformers."""
-    logits = output.get("logits") if isinstance(output, Mapping) else output
-    logits = getattr(logits, "logits", logits)
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
-        raise OptionError(
-            f"the model returned a {type(output).__name__} without logits for each token. Expected "
-            "a tensor of (sequences, tokens, vocabulary), or an output of transformers that has "
-            "`logits`: give --model a causal language model."
-        )
-    return logits
 
 
 def _of_transformers(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.parallel import ParallelModel
-from penstock.training.models import logits_of
+from penstock.training.token_loss import logits_of
 
 SAMPLED_TOKENS = 64
 
