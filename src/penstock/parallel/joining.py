@@ -4,14 +4,17 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # Before there is a group, which torch keeps in it otherwise.
+from torch.distributed import distributed_c10d
 
 from penstock.comm import LocalGroup
 from penstock.errors import StageError
 from penstock.stage import GroupOrMesh
+from penstock.torch_private import meet_by_environment
 
 LOGGER = logging.getLogger("penstock")
 
@@ -49,11 +52,25 @@ def join_ranks(device: torch.device) -> bool:
         )
     backend = "gloo" if device.type == "cpu" else None
     if given:
-        dist.init_process_group(backend)
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        store, rank, num_ranks = _launched(*map(os.environ.get, names))
+        # Apart from what an earlier group of these processes has left in the store.
+        number = store.add(f"penstock/groups of rank {rank}", 1)
+        prefix = distributed_c10d.PrefixStore(f"penstock/group {number}", store)
+        dist.init_process_group(backend, store=prefix, rank=rank, world_size=num_ranks)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # It is in torch's docs.
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return True
+
+
+@cache
+def _launched(*_: str | None) -> tuple[distributed_c10d.Store, int, int]:
+    """Return the store of all processes, this one's rank, and their number, for some variables.
+
+    It stays until this process ends, which may keep it for the others.
+    """
+    return meet_by_environment()
 
 
 def choose_device() -> torch.device:

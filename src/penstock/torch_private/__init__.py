@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import TorchError
@@ -91,6 +92,7 @@ NAMES = (
     *(f"torch._C:_functions.{node}.{name}" for node in _NODES for name in _NODES[node].split()),
     "torch._ops:OpOverload",
     "torch.autograd.forward_ad:_current_level",
+    "torch.distributed.rendezvous:rendezvous",
     "torch.autograd.graph:_engine_run_backward",
     "torch.autograd.profiler:_is_profiler_enabled",
     "torch._subclasses.fake_tensor:DataDependentOutputException",
@@ -496,6 +498,15 @@ def unready_parameters(ddp: DistributedDataParallel) -> list[int]:
             raise
         return list(map(int, found[1].split()))
     return []
+
+
+def meet_by_environment() -> tuple[Any, int, int]:
+    """Return the store of a launcher's processes, this one's rank, and their number.
+
+    Public: `init_process_group`, which makes a group of them too.
+    """
+    store, rank, num_ranks = next(rendezvous("env://"))
+    return store, rank, num_ranks
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
