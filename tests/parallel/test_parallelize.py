@@ -137,6 +137,9 @@ def test_balanced_cut_counts_the_loss_unless_its_target_is_not_known(
     given = layers_of_the_last_rank(own, example_target=tokens)
     assert given == layers_of_the_last_rank(nn.functional.cross_entropy)
     assert given == layers_of_the_last_rank("model", example_kwargs={"labels": tokens})
+    policy = penstock.Balanced(2)
+    assert given == layers_of_the_last_rank(own, example_target=tokens, cut=policy)
+    assert given == layers_of_the_last_rank(nn.functional.cross_entropy, cut=policy)
     assert "does not count the loss" not in caplog.text
     assert given < layers_of_the_last_rank(own)
     assert "does not count the loss" in caplog.text
@@ -388,11 +391,16 @@ def test_assignment_without_effect_is_refused() -> None:
         ({"loss_fn": "Model"}, StageError, "loss_fn is 'Model'. Expected a function of the output"),
         ({"cut": penstock.Balanced(2)}, StageError, "was cut into 2 stages, but the schedule has"),
         ({"cut": ["blocks.2"], "example_target": make_batch()[1]}, StageError, "the cut was given"),
+        (
+            {"cut": penstock.Balanced(4, costs=[1.0] * 10), "example_target": make_batch()[1]},
+            StageError,
+            "the cut was given too, and does not count it",
+        ),
         ({"loss_fn": None, "example_target": make_batch()[1]}, StageError, "there is no loss_fn"),
         (
             {"loss_fn": "model", "example_target": make_batch()[1]},
             StageError,
-            "the model computes the loss",
+            "the model computes it",
         ),
         ({"mesh": "pp"}, StageError, "mesh and group were both given"),
     ],

@@ -61,6 +61,11 @@ class Balanced:
                 "loss and loss_fn were both given, and each says what the loss costs. Give one."
             )
 
+    @property
+    def knows_loss(self) -> bool:
+        """True if the policy was given the loss, or costs that are to include it."""
+        return any(given is not None for given in (self.costs, self.loss, self.loss_fn))
+
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Mark the cuts in a traced graph."""
         layers = find_layers(graph_module, at_least=self.num_stages)

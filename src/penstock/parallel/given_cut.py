@@ -1,6 +1,7 @@
 """The cut of a model: balanced, or as the caller says."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from torch import nn
@@ -23,39 +24,26 @@ def cut_as_given(
     loss_fn: LossFn | None,
 ) -> CutModel:
     """Cut a model into as many stages as the placement has; without a cut, into balanced ones."""
-    # What a model computes itself is in its layers.
-    counted = None if isinstance(loss_fn, OwnLoss) else loss_fn
-    if microbatch.target is not None and (given is not None or counted is None):
-        reason = "the cut was given too"
-        if given is None:
-            reason = "there is no loss_fn" if loss_fn is None else "the model computes the loss"
-        raise StageError(
-            "example_target was given, with which a balanced cut counts the loss, but "
-            f"{reason}. Leave one of them out."
-        )
+    balanced = Balanced(placement.num_stages, placement=placement)
+    chosen = _with_loss(balanced if given is None else given, microbatch, loss_fn)
     args, kwargs = microbatch.args, microbatch.kwargs
-    match given:
-        case None:
-            policy = Balanced(
-                placement.num_stages, placement=placement, loss_fn=counted, target=microbatch.target
-            )
-            pieces = cut_any(model, policy, args, kwargs)
+    match chosen:
         case Balanced():
-            pieces = cut_any(model, given, args, kwargs)
+            pieces = cut_any(model, chosen, args, kwargs)
         case CutModel():
-            pieces = given
+            pieces = chosen
         case Mapping():
-            pieces = cut(model, args, kwargs, split_spec=given)
+            pieces = cut(model, args, kwargs, split_spec=chosen)
         case str():
             raise StageError(
-                f"cut is {given!r}. Expected names of modules, such as ['layers.4', 'layers.8']."
+                f"cut is {chosen!r}. Expected names of modules, such as ['layers.4', 'layers.8']."
             )
         case Sequence():
-            spec = dict.fromkeys(given, SplitPoint.BEGINNING)
+            spec = dict.fromkeys(chosen, SplitPoint.BEGINNING)
             pieces = cut(model, args, kwargs, split_spec=spec)
         case _:
             raise StageError(
-                f"cut is a {type(given).__name__}. Expected names of modules at which stages "
+                f"cut is a {type(chosen).__name__}. Expected names of modules at which stages "
                 "begin, a split_spec, a Balanced policy, or a CutModel."
             )
     if pieces.num_stages != placement.num_stages:
@@ -65,3 +53,20 @@ def cut_as_given(
             "stages, or another schedule or stages_per_rank."
         )
     return pieces
+
+
+def _with_loss(given: Cut, microbatch: Microbatch, loss_fn: LossFn | None) -> Cut:
+    """Return a cut that counts the loss, if it is balanced and was not told what the loss costs."""
+    counts = isinstance(given, Balanced) and not given.knows_loss
+    is_own = isinstance(loss_fn, OwnLoss)  # It is in the model's layers.
+    if microbatch.target is not None and (not counts or is_own or loss_fn is None):
+        reason = "the cut was given too, and does not count it"
+        if counts:
+            reason = "the model computes it" if is_own else "there is no loss_fn"
+        raise StageError(
+            "example_target was given, with which a balanced cut counts the loss, but "
+            f"{reason}. Leave one of them out."
+        )
+    if not isinstance(given, Balanced) or not counts or is_own:
+        return given
+    return replace(given, loss_fn=loss_fn, target=microbatch.target)
