@@ -308,3 +308,82 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
             pipe.save(tmp_path / "state", optimizer)
 
     on_cut_ranks(1, save, make_decoder())
+
+
+def without_kind(folder: Path) -> None:
+    """Write what earlier versions have written."""
+    file = folder / "training.json"
+    described = json.loads(file.read_text())
+    for group in described["optimizer"]:
+        del group["kind"]
+    file.write_text(json.dumps(described))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "is_known", "text"),
+    [
+        (torch.optim.Adam, torch.optim.SGD, True, "Adam, but the one to load is SGD"),
+        (torch.optim.SGD, torch.optim.Adam, True, "SGD, but the one to load is Adam"),
+        (torch.optim.Adam, torch.optim.AdamW, True, "Adam, but the one to load is AdamW"),
+        (torch.optim.AdamW, torch.optim.Adam, True, "AdamW, but the one to load is Adam"),
+        (torch.optim.Adam, torch.optim.SGD, False, "settings amsgrad, betas, .* load is SGD"),
+        (torch.optim.SGD, torch.optim.Adam, False, "settings dampening, .* load is Adam"),
+    ],
+)
+def test_state_of_another_optimizer_is_refused(
+    saved: Any, loaded: Any, is_known: bool, text: str, tmp_path: Path
+) -> None:
+    """Adam's state and settings were once loaded into SGD, which made no use of them."""
+
+    def run(pipe: Pipe) -> None:
+        optimizer = saved(pipe.parameters(), lr=0.01)
+        train(pipe, optimizer, range(1))
+        pipe.save(tmp_path / "state", optimizer)
+        if not is_known:
+            without_kind(tmp_path / "state")
+        other = loaded(pipe.parameters(), lr=0.5)
+        with pytest.raises(CheckpointError, match=text):
+            pipe.load(tmp_path / "state", other)
+        assert 0.5 == other.param_groups[0]["lr"]
+        assert not other.state
+
+    on_cut_ranks(1, run, make_decoder())
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A user's optimizer with torch's state."""
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        (
+            lambda weights: torch.optim.AdamW(weights, foreach=True),
+            lambda weights: torch.optim.AdamW(weights, fused=True),
+        ),
+        (lambda weights: torch.optim.AdamW(weights), lambda weights: OwnAdamW(weights)),
+        (
+            lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.9),
+            lambda weights: torch.optim.SGD(weights, 0.1),
+        ),
+    ],
+    ids=["other implementation", "class derived from it", "momentum, which is a setting"],
+)
+def test_state_of_the_same_kind_of_optimizer_is_loaded(
+    save: Any, load: Any, is_known: bool, tmp_path: Path
+) -> None:
+    def run(pipe: Pipe) -> None:
+        optimizer = save(pipe.parameters())
+        torch.optim.lr_scheduler.LinearLR(optimizer)  # It adds to the settings.
+        train(pipe, optimizer, range(1))
+        pipe.save(tmp_path / "state", optimizer)
+        if not is_known:
+            without_kind(tmp_path / "state")
+        other = load(pipe.parameters())
+        pipe.load(tmp_path / "state", other)
+        for weight in pipe.parameters():
+            for name, value in optimizer.state[weight].items():
+                assert torch.equal(value, other.state[weight][name])
+
+    on_cut_ranks(1, run, make_decoder())

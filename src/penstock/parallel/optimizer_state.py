@@ -36,15 +36,20 @@ class OptimizerState:
                     yield _key(name, kind), _checked(name, parameter, kind, value)
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Return the settings of each parameter's group, by the parameter's name."""
+        """Return the settings of each parameter's group, by the parameter's name.
+
+        Beside them is the kind of the optimizer.
+        """
         found: dict[str, dict[str, Any]] = {}
+        kind = _kind_of(self._optimizer)
         for group in self._optimizer.param_groups:
             settings = {
                 key: value.item() if isinstance(value, Tensor) else value
                 for key, value in group.items()
                 if key not in ("params", "param_names")
             }
-            found |= {self._name_of(parameter): settings for parameter in group["params"]}
+            described = {"kind": kind, "settings": settings}
+            found |= {self._name_of(parameter): described for parameter in group["params"]}
         return found
 
     def prepare(
@@ -52,6 +57,7 @@ class OptimizerState:
     ) -> "LoadedState":
         """Return tensors to load the state into; the optimizer does not change before `use`."""
         settings = {name: group["settings"] for group in groups for name in group["names"]}
+        kinds = {name: group.get("kind") for group in groups for name in group["names"]}
         states: dict[nn.Parameter, dict[str, Tensor]] = {}
         named: dict[nn.Parameter, str] = {}
         for group in self._optimizer.param_groups:
@@ -64,6 +70,7 @@ class OptimizerState:
                         f"{path} has no state of an optimizer for {name!r}. Expected one that was "
                         "saved with its optimizer: load it without, to load weights alone."
                     )
+                self._check_kind(path, name, kinds[name], settings[name])
                 named[parameter] = name
                 states[parameter] = _empty_state(stored, name, parameter, is_on_device)
         of_groups = [
@@ -71,6 +78,24 @@ class OptimizerState:
             for group in self._optimizer.param_groups
         ]
         return LoadedState(self._optimizer, named, states, of_groups)
+
+    def _check_kind(
+        self, path: Path, name: str, kind: str | None, settings: Mapping[str, Any]
+    ) -> None:
+        """Raise an error if another kind of optimizer was saved; `kind` is None if unknown.
+
+        Then its settings must tell: either may have some that the other lacks, as versions of torch
+        and learning-rate schedulers add some, but not both.
+        """
+        own, known = _kind_of(self._optimizer), self._optimizer.defaults.keys()
+        if kind is None and settings.keys() - known and known - settings.keys():
+            kind = f"another, with the settings {', '.join(sorted(settings))}"
+        if kind not in (None, own):
+            raise CheckpointError(
+                f"{path} has the state of another optimizer for {name!r}: {kind}, but the one to "
+                f"load is {own}. Expected the same: make it as it was when it was saved, or load "
+                "without it, to load weights alone."
+            )
 
     def _settings_of(self, path: Path, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the settings that all parameters of a group were saved with."""
@@ -126,14 +151,25 @@ class LoadedState:
 
 
 def join_settings(ranks: Sequence[Mapping[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the groups of all ranks: each with its settings, and the names of its parameters."""
+    """Return the groups of all ranks: each with its kind, settings and names of parameters."""
     joined: dict[str, dict[str, Any]] = {}
     for rank in ranks:
-        for name, settings in rank.items():
-            key = json.dumps(settings, sort_keys=True, default=repr)
-            group = joined.setdefault(key, {"settings": settings, "names": {}})
+        for name, described in rank.items():
+            key = json.dumps(described, sort_keys=True, default=repr)
+            group = joined.setdefault(key, {**described, "names": {}})
             group["names"][name] = None
     return [{**group, "names": list(group["names"])} for group in joined.values()]
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of an optimizer's class, or of torch's that it is derived from.
+
+    A wrapper, such as that of accelerate, is not a kind of its own.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    classes = type(inner).__mro__[: -len(torch.optim.Optimizer.__mro__)]
+    of_torch = (each for each in classes if each.__module__.startswith("torch.optim."))
+    return next(of_torch, type(inner)).__name__
 
 
 def _key(name: str, kind: str) -> str:
