@@ -143,14 +143,12 @@ MUTANTS = [
     ),
     ("solver/dispatching.py", "heapq.heappush(free, (now, ranks[receiver]))", "pass", DISPATCH),
     ("solver/dispatch_policies.py", "_KINDS if can_fuse else _KINDS[:2]", "_KINDS", DISPATCH),
-    ("solver/dispatch_policies.py", "max(1, count + change)", "max(0, count + change)", DISPATCH),
+    ("solver/dispatch_policies.py", "policy.ahead, least=1", "policy.ahead, least=0", DISPATCH),
     # Moves.
     (
         "solver/annealing.py",
-        "        _make_room(generator, moved, min(index, target))\n"
-        "        if not fits(problem, rank, moved):\n"
-        "            return None\n",
-        "        _make_room(generator, moved, min(index, target))\n",
+        "    return moved if fits(problem, rank, moved) else None\n\n\ndef _remove_drop",
+        "    return moved\n\n\ndef _remove_drop",
         ANNEAL,
     ),
     (
@@ -171,8 +169,8 @@ MUTANTS = [
     ("solver/searching.py", "finalists = list(self._registered)", "finalists = []"),
     (
         "solver/searching.py",
-        "            if fits:\n",
-        "            if True:\n",
+        "        if fits:\n            self._registered",
+        "        if True:\n            self._registered",
     ),
     (
         "solver/searching.py",
@@ -287,8 +285,8 @@ MUTANTS = [
     ),
     (
         "solver/exact/constraint_model.py",
-        "demands += [memory.after_forward[stage][mb], memory.after_input[stage][mb]]",
-        "demands += [memory.after_forward[stage][mb], 0]",
+        "demands += [kept, memory.after_input[stage][mb]]",
+        "demands += [kept, 0]",
         EXACT,
     ),
     ("solver/exact/constraint_model.py", "if extra[mb] > 0:", "if False:", EXACT),

@@ -73,6 +73,7 @@ def advise(
         num_microbatches=found.schedule.num_microbatches,
         memory=found.memory,
         gathers=found.gathers,
+        recompute=found.recompute,
     )
     brief = _Brief(found, seconds / _MOST_SEARCHES, max(effort, 1.0) * _EFFORT)
     rank, share = _busiest(asked)
@@ -99,6 +100,9 @@ def advise(
     if asked.memory is not None and uncapped >= _LEAST_GAIN:
         doubled = tuple(2 * cap for cap in asked.memory)
         helps.append(Help("twice the memory", brief.gain(replace(asked, memory=doubled))))
+        if not asked.recompute and any(asked.costs.after_dropping):
+            again = brief.gain(replace(asked, recompute=True))
+            helps.append(Help("forwards that are recomputed", again))
     if costs_in_v is not None and asked.costs.num_stages == asked.placement.num_ranks:
         in_v = replace(asked, costs=costs_in_v, placement=Placement.v(asked.placement.num_ranks))
         helps.append(Help("two stages per rank, in a V", brief.gain(in_v)))
@@ -115,6 +119,7 @@ class _Asked:
     num_microbatches: int
     memory: tuple[float, ...] | None
     gathers: GatherChoice | None
+    recompute: bool
 
     def with_equal_stages(self) -> "_Asked":
         """Ask for stages that take the mean time of all."""
@@ -172,6 +177,7 @@ class _Brief:
                 seconds=self._seconds,
                 effort=self._effort,
                 gathers=asked.gathers,
+                recompute=asked.recompute,
             ).time
         except ScheduleError:  # Nothing fits, so nothing is gained.
             return inf

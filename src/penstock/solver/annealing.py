@@ -4,7 +4,9 @@ The critical path is a chain of blocks: actions of one rank without a gap, from 
 for a message to the one that sent the next. To be faster, a block must let its last action come
 earlier or its first one later; changes within it change nothing. So a move puts an action after
 the last one of its block or before the first, or moves the last one earlier. If there is not
-enough memory, a weight backward is also moved earlier to free some.
+enough memory, a weight backward is also moved earlier to free some, or a microbatch is recomputed
+where that is allowed. A recomputation may also be removed: then another microbatch takes its place,
+or none.
 
 If microbatches differ, some moves change their sequence instead: two trade places, or one moves to
 another place.
@@ -15,10 +17,13 @@ import time
 from math import exp, inf
 from typing import NamedTuple
 
-from penstock.solver.evaluation import critical_blocks, evaluate, fits
+from penstock.solver.evaluation import critical_blocks, evaluate, fits, peak_memory
 from penstock.solver.problem import FULL, INPUT, WEIGHT, Order, Problem
+from penstock.solver.recomputed_orders import drop_to_fit
 
 _FARTHEST = 4  # The farthest that a random move takes an action, in places.
+_SHARE_OF_DROPS = 0.15  # Of moves remove recomputations, where forwards may be recomputed.
+_MOST_DROPPED = 2  # The most microbatches that a move recomputes in addition.
 _SHARE_OF_SEQUENCES = 0.25  # Of moves change the sequence of microbatches, if they differ.
 
 
@@ -102,7 +107,9 @@ def _move(
     """Return the order with one random change in a block, or None if that change is impossible."""
     index = generator.randint(first, last)
     stage, kind = order[index] >> 2, order[index] & 3
-    if problem.fuses(stage) and kind in (INPUT, FULL) and generator.random() < 0.3:
+    if problem.may_recompute and generator.random() < _SHARE_OF_DROPS:
+        return _remove_drop(generator, problem, rank, order)
+    if kind in (INPUT, FULL) and problem.fuses(stage) and generator.random() < 0.3:
         moved = _cut_or_join(order, index)
         return moved if moved is not None and fits(problem, rank, moved) else None
     target = _choose_target(generator, index, first, last)
@@ -112,11 +119,34 @@ def _move(
     moved.insert(target, moved.pop(index))
     if moved == order:
         return None
-    if not fits(problem, rank, moved):
-        _make_room(generator, moved, min(index, target))
-        if not fits(problem, rank, moved):
-            return None
-    return moved
+    if fits(problem, rank, moved):
+        return moved
+    if problem.may_recompute and generator.random() < 0.5:
+        return _drop_some(generator, problem, rank, moved)
+    _make_room(generator, problem, moved, min(index, target))
+    return moved if fits(problem, rank, moved) else None
+
+
+def _remove_drop(
+    generator: random.Random, problem: Problem, rank: int, order: Order
+) -> Order | None:
+    """Remove a recomputation; recompute another microbatch if there is no room without it."""
+    dropped = [index for index, code in enumerate(order) if problem.recomputes(code)]
+    if not dropped:
+        return None
+    changed = order.copy()
+    del changed[generator.choice(dropped)]
+    if fits(problem, rank, changed):
+        return changed
+    changed_again = _drop_some(generator, problem, rank, changed)
+    return None if changed_again == order else changed_again
+
+
+def _drop_some(generator: random.Random, problem: Problem, rank: int, order: Order) -> Order | None:
+    """Recompute one or two random microbatches, so that there is room for all actions."""
+    if peak_memory(problem, order) == inf:
+        return None  # An action is before one that it must follow.
+    return drop_to_fit(problem, rank, order, generator.choice, most=_MOST_DROPPED)
 
 
 def _choose_target(generator: random.Random, index: int, first: int, last: int) -> int:
@@ -130,10 +160,10 @@ def _choose_target(generator: random.Random, index: int, first: int, last: int) 
     return max(0, index + (distance if generator.random() < 0.6 else -distance))
 
 
-def _make_room(generator: random.Random, order: Order, start: int) -> None:
+def _make_room(generator: random.Random, problem: Problem, order: Order, start: int) -> None:
     """Move the next weight backward earlier, to `start` or a few places after it."""
     for index in range(start + 1, len(order)):
-        if order[index] & 3 == WEIGHT:
+        if order[index] & 3 == WEIGHT and not problem.recomputes(order[index]):
             target = generator.randint(start, min(index, start + _FARTHEST - 1))
             order.insert(target, order.pop(index))
             return

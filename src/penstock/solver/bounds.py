@@ -15,6 +15,7 @@ from math import ceil, floor, inf
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver.jackson import longest_tail_first
 from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
+from penstock.solver.recomputing_bounds import trade_off, without_recomputing
 from penstock.solver.uneven_bounds import uneven_bound
 from penstock.solver.work_in_memory import RankWork, StageWork
 
@@ -25,7 +26,11 @@ def lower_bound(problem: Problem) -> float:
     [1] All actions of a rank must run between their heads and tails: see `_one_rank`.
     [2] Heads and tails follow from what an action waits for, from what its rank must run before
         or after it, and from memory: see `_Heads` and `_Tails`.
+
+    If forwards may be recomputed, see `recomputing_bounds`.
     """
+    if problem.may_recompute:
+        return max(lower_bound(without_recomputing(problem)), trade_off(problem))
     if problem.sequence:  # Microbatches differ, and none of this holds for every order of them.
         return uneven_bound(problem)
     work = _Amount(problem)

@@ -20,10 +20,29 @@ _KINDS = (
 _AHEAD = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 1e9)
 _PATIENCE = (1.0, 0.3, 0.6)
 _FINE_PATIENCE = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+_SHARE_OF_DROPS = 0.35  # Of the variations, where forwards may be recomputed.
+
+
+# Where forwards may be recomputed: how early an idle rank does so, and with that the share of the
+# microbatches in flight that keep their values if there is room.
+_REACHES = (1, 0, 2)
+_KEEPING = ((1, 1.0), (1, 0.5), (1, 0.0), (0, 1.0))
 
 
 def grid(problem: Problem) -> Iterator[Policy]:
     """Yield policies with the same rules for all ranks."""
+    plain = list(_plain_grid(problem))
+    if not problem.may_recompute:
+        yield from plain
+        return
+    for reach, share in _KEEPING:
+        for policy in plain:
+            keeps = tuple(max(1, round(share * count)) for count in policy.ahead)
+            yield replace(policy, keeps=keeps, reach=reach)
+
+
+def _plain_grid(problem: Problem) -> Iterator[Policy]:
+    """Yield policies that say nothing about recomputation."""
     num_ranks = problem.num_ranks
     has_choice = problem.num_stages > num_ranks
     can_fuse = any(map(problem.fuses, range(problem.num_stages)))
@@ -63,10 +82,14 @@ def _prefer(stages: Sequence[int], kinds: Sequence[int], *, by_stage: bool) -> t
 
 def vary(generator: random.Random, problem: Problem, policy: Policy) -> Policy:
     """Return `policy` with one random change, on one rank or several."""
+    if problem.may_recompute and generator.random() < _SHARE_OF_DROPS:
+        if generator.random() < 0.2:
+            return replace(policy, reach=generator.choice(_REACHES))
+        return replace(policy, keeps=_vary_counts(generator, problem, policy.keeps, least=0))
     what = generator.random()
     rank = generator.randrange(problem.num_ranks)
     if what < 0.55:
-        return replace(policy, ahead=_vary_ahead(generator, problem, policy.ahead))
+        return replace(policy, ahead=_vary_counts(generator, problem, policy.ahead, least=1))
     if what < 0.75:
         chosen = generator.choice(_FINE_PATIENCE)
         is_for_all = generator.random() < 0.3
@@ -87,21 +110,22 @@ def vary(generator: random.Random, problem: Problem, policy: Policy) -> Policy:
     return replace(policy, keeps_room=not policy.keeps_room)
 
 
-def _vary_ahead(
-    generator: random.Random, problem: Problem, ahead: tuple[int, ...]
+def _vary_counts(
+    generator: random.Random, problem: Problem, counts: tuple[int, ...], *, least: int
 ) -> tuple[int, ...]:
-    stage, change = generator.randrange(len(ahead)), generator.choice((-2, -1, 1, 2))
+    """Return the numbers of microbatches of each stage, with those of some stages changed."""
+    stage, change = generator.randrange(len(counts)), generator.choice((-2, -1, 1, 2))
     affected = generator.choice(
         [
             range(stage, stage + 1),
             range(stage, stage + 1),
             range(stage + 1),
-            range(stage, len(ahead)),
+            range(stage, len(counts)),
         ]
     )
     return tuple(
-        min(problem.num_microbatches, max(1, count + change)) if number in affected else count
-        for number, count in enumerate(ahead)
+        min(problem.num_microbatches, max(least, count + change)) if number in affected else count
+        for number, count in enumerate(counts)
     )
 
 

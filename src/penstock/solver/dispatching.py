@@ -12,6 +12,7 @@ oldest on.
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
@@ -35,11 +36,51 @@ class Policy:
     """
     keeps_room: bool = False
     """True if a forward must leave room for its microbatch on all later stages of its rank."""
+    keeps: tuple[int, ...] = ()
+    """By stage, if forwards may be recomputed: how many microbatches in flight keep their values.
+
+    The others are recomputed, as are those for which there is no room.
+    """
+    reach: int = 1
+    """How early an idle rank recomputes: this many of the next backwards of a stage.
+
+    With 0, it waits until the gradient is on its way.
+    """
 
 
 def dispatch(problem: Problem, policy: Policy) -> list[Order]:
     """Return the orders that result if ranks choose by `policy`."""
     return _Dispatch(problem, policy).run()
+
+
+def run_ranks(
+    problem: Problem,
+    choose: Callable[[float, int], tuple[Code | None, float]],
+    start: Callable[[Code, int, float], tuple[float, int | None]],
+) -> None:
+    """Advance from one time at which a rank is free to the next, until all ranks are done.
+
+    `choose(now, rank)` returns what a rank runs, if anything, and when the next message for it
+    arrives. `start(code, rank, now)` starts that; it returns its end, and the stage that takes its
+    message, if any.
+    """
+    ranks = problem.placement.ranks
+    free = [(0.0, rank) for rank in range(problem.num_ranks)]
+    is_parked = [False] * problem.num_ranks
+    while free:
+        now, rank = heapq.heappop(free)
+        code, next_arrival = choose(now, rank)
+        if code is None:
+            if next_arrival < inf:
+                heapq.heappush(free, (next_arrival, rank))
+            else:
+                is_parked[rank] = True  # Until a message is sent to it.
+            continue
+        end, receiver = start(code, rank, now)
+        heapq.heappush(free, (end, rank))
+        if receiver is not None and is_parked[ranks[receiver]]:
+            is_parked[ranks[receiver]] = False
+            heapq.heappush(free, (now, ranks[receiver]))
 
 
 class _Dispatch:
@@ -81,24 +122,8 @@ class _Dispatch:
         self.needs_of_backwards = [problem.needs_of_backwards(rank) for rank in range(num_ranks)]
 
     def run(self) -> list[Order]:
-        """Advance from one time at which a rank is free to the next, until all ranks are done."""
-        ranks = self.problem.placement.ranks
-        free = [(0.0, rank) for rank in range(self.problem.num_ranks)]
-        is_parked = [False] * self.problem.num_ranks
-        while free:
-            now, rank = heapq.heappop(free)
-            code, next_arrival = self._choose(now, rank)
-            if code is None:
-                if next_arrival < inf:
-                    heapq.heappush(free, (next_arrival, rank))
-                else:
-                    is_parked[rank] = True  # Until a message is sent to it.
-                continue
-            end, receiver = self._start(code, rank, now)
-            heapq.heappush(free, (end, rank))
-            if receiver is not None and is_parked[ranks[receiver]]:
-                is_parked[ranks[receiver]] = False
-                heapq.heappush(free, (now, ranks[receiver]))
+        """Run until all ranks are done."""
+        run_ranks(self.problem, self._choose, self._start)
         return self.orders
 
     def _choose(self, now: float, rank: int) -> tuple[int | None, float]:

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver.problem import FORWARD, INPUT, WEIGHT, Order, Problem
+from penstock.solver.recomputed_orders import peak_with_drops
 
 _SHARE_OF_OTHERS = 0.02  # Guides the search while the latest rank's time stays the same.
 
@@ -132,6 +133,8 @@ def fits(problem: Problem, rank: int, order: Order) -> bool:
 
 def peak_memory(problem: Problem, order: Order) -> float:
     """Return the most that a rank holds; infinite if an I is before its F or a W before its I."""
+    if problem.may_recompute:
+        return peak_with_drops(problem, order)
     kinds, stages, _, changes = problem.named
     in_flight, pending = [0] * problem.num_stages, [0] * problem.num_stages
     held = most = 0.0

@@ -11,6 +11,11 @@ An order then does not need to name microbatches: it is a list of codes, 4 * sta
 If microbatches differ, they run in one sequence on every stage, in F, in I and in W, and the
 problem says which. The search chooses the sequence too. A best schedule may have another order on
 some stage, so what is found is then not always the best; the exact solver allows every order.
+
+If forwards may be recomputed, the order of microbatches on a stage can matter too: of two of them,
+only one may have dropped its values. Only schedules with microbatches in order are searched all the
+same. A recomputation names its microbatch. Like a weight backward, it waits for no message, so it
+has the code of one on a stage that does not exist: (microbatch + 1) * num_stages + stage.
 """
 
 from collections import deque
@@ -19,7 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from statistics import fmean
-from typing import Final, NamedTuple, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from penstock.costs import CostTable
 from penstock.costs.microbatch_scales import check_microbatches
@@ -31,16 +36,26 @@ from penstock.ir import (
     BackwardWeight,
     Forward,
     Placement,
+    Recompute,
     Schedule,
 )
 from penstock.ir.action import compute_parts
-from penstock.passes.held_memory import ROUNDING, Change, cap_of_each_rank, stage_changes
+from penstock.passes.held_memory import (
+    ROUNDING,
+    Change,
+    cap_of_each_rank,
+    dropping_change,
+    stage_changes,
+)
 from penstock.schedules.generator import Clock
 from penstock.timeline import Report
 
 FORWARD, INPUT, WEIGHT, FULL = range(4)
 KINDS: Final = (Forward, BackwardInput, BackwardWeight, Backward)
 _KIND_OF: Final = {kind: number for number, kind in enumerate(KINDS)}
+
+RecomputeChoice: TypeAlias = bool | Literal["auto"]
+"""Whether forwards may be recomputed; with `"auto"`, if the costs say what that needs."""
 
 Code: TypeAlias = int
 Order: TypeAlias = list[Code]
@@ -76,6 +91,25 @@ class Named(NamedTuple):
             ),
         )
 
+    def with_recomputations(
+        self, times: Sequence[float], changes: Sequence[Change], num_microbatches: int
+    ) -> "Named":
+        """Return the tables of alike microbatches with those of recomputations after them.
+
+        `times` and `changes` are by stage.
+        """
+        stages, nothing = range(len(times)), Change(0.0, 0.0)
+        by_kind = [(WEIGHT, s, times[s], changes[s]) for s in stages]
+        blank = [(kind, 0, 0.0, nothing) for kind in (FORWARD, INPUT, FULL)]
+        rows = [row for one in by_kind for row in (*blank[:2], one, blank[2])] * num_microbatches
+        kinds, of_stages, durations, nets = zip(*rows, strict=True)
+        return Named(
+            kinds=self.kinds + kinds,
+            stages=self.stages + of_stages,
+            times=self.times + durations,
+            changes=self.changes + nets,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -106,6 +140,12 @@ class Problem:
     """
     sequence: tuple[int, ...] = ()
     """The microbatches as they run, if they differ; empty if all are alike."""
+    may_recompute: bool = False
+    """True if a schedule may drop what forwards compute, and recompute it for their backwards."""
+    dropping: tuple[Change, ...] = ()
+    """By stage: what a forward that is recomputed does to memory."""
+    recomputing: tuple[Change, ...] = ()
+    """By stage: what a recomputation does to memory."""
 
     @classmethod
     def of(
@@ -116,18 +156,25 @@ class Problem:
         *,
         memory: float | Iterable[float] | None = None,
         clock: Clock = "makespan",
+        recompute: bool = False,
     ) -> "Problem":
         """Check the arguments and return the problem that they describe."""
         _check(costs, placement, num_microbatches, clock)
+        if recompute:
+            _refuse_scales(costs)
         num_ranks = placement.num_ranks
         caps = cap_of_each_rank("memory", inf if memory is None else memory, num_ranks)
         stages_of = tuple(placement.stages_of(rank) for rank in range(num_ranks))
         rows = (costs.forward, costs.backward_input, costs.backward_weight, costs.backward)
         durations = tuple(time for stage in zip(*rows, strict=True) for time in stage)
-        by_stage = (stage_changes(costs, stage) for stage in range(placement.num_stages))
+        by_stage = [stage_changes(costs, stage) for stage in range(placement.num_stages)]
         changes = tuple(changes[kind] for changes in by_stage for kind in KINDS)
+        recomputing = tuple(changes[Recompute] for changes in by_stage)
         named = Named.of(durations, changes, costs)
         num_codes = len(durations)
+        means = tuple(fmean(named.times[code::num_codes]) for code in range(num_codes))
+        if recompute:
+            named = named.with_recomputations(costs.recompute, recomputing, num_microbatches)
         problem = cls(
             costs=costs,
             placement=placement,
@@ -135,12 +182,15 @@ class Problem:
             caps=caps,
             clock=clock,
             stages_of=stages_of,
-            durations=tuple(fmean(named.times[code::num_codes]) for code in range(num_codes)),
+            durations=means,
             named=named,
             changes=changes,
             delays=_delays(costs, placement, fmean(costs.memory_scale or (1.0,))),
             offsets=(),
             sequence=tuple(range(costs.num_microbatches or 0)),
+            may_recompute=recompute,
+            dropping=tuple(dropping_change(costs, s) for s in range(placement.num_stages)),
+            recomputing=recomputing,
         )
         return replace(problem, offsets=problem._offsets(0))
 
@@ -189,7 +239,9 @@ class Problem:
         pending: list[deque[int]] = [deque() for _ in range(self.num_stages)]
         for code in order:
             stage, kind = code >> 2, code & 3
-            if kind == FORWARD:
+            if self.recomputes(code):
+                _, place = self.recomputed(code)
+            elif kind == FORWARD:
                 place = forwards[stage]
                 forwards[stage] += 1
             elif kind == WEIGHT:
@@ -218,7 +270,8 @@ class Problem:
     def smallest_caps(self) -> tuple[float, ...]:
         """The smallest cap of each rank with which its microbatches fit one after the other."""
         largest = max(self.costs.memory_scale, default=1.0)
-        return tuple(float(self.needs_from(rank)[0]) * largest for rank in range(self.num_ranks))
+        needs_from = self.needs_with_drops if self.may_recompute else self.needs_from
+        return tuple(float(needs_from(rank)[0]) * largest for rank in range(self.num_ranks))
 
     def needs_from(self, rank: int) -> list[float]:
         """Return what a microbatch of scale 1 still needs on `rank` after its first n forwards.
@@ -233,6 +286,44 @@ class Problem:
             needed = max(forward.rise, forward.net + needed)
             found.append(needed)
         return found[::-1]
+
+    def needs_with_drops(self, rank: int) -> list[float]:
+        """Return `needs_from` if the forwards that are left may be recomputed.
+
+        It leaves out what the stages of the first n forwards need for their backwards.
+        """
+        needed = 0.0
+        found = [needed]
+        for stage in reversed(self.stages_of[rank]):
+            needed = min(self._need_of_stage(stage, needed))
+            found.append(needed)
+        return found[::-1]
+
+    def _need_of_stage(self, stage: int, inner: float) -> tuple[float, float]:
+        """Return what a microbatch needs on `stage` if F keeps its values, and if it drops them.
+
+        `inner` is what it needs between F and the backward.
+        """
+        forward, dropping = self.changes[4 * stage + FORWARD], self.dropping[stage]
+        kept, dropped = forward.net, dropping.net
+        backward = kept + self.least_rise(stage)
+        again = dropped + self.recomputing[stage].rise
+        return (
+            max(forward.rise, kept + inner, backward),
+            max(dropping.rise, dropped + inner, again, backward),
+        )
+
+    @property
+    def better_dropped(self) -> tuple[int, ...]:
+        """The stages on which one microbatch alone needs less memory if it is recomputed."""
+        found = []
+        for rank, stages in enumerate(self.stages_of):
+            inner = self.needs_with_drops(rank)[1:]
+            for stage, need in zip(stages, inner, strict=True):
+                kept, dropped = self._need_of_stage(stage, need)
+                if self.may_recompute and dropped < kept:
+                    found.append(stage)
+        return tuple(sorted(found))
 
     def needs_of_backwards(self, rank: int) -> list[float]:
         """Return what the backwards of a microbatch on `rank` need, from each stage to the first.
@@ -294,12 +385,28 @@ class Problem:
         is_linear = self.num_stages == self.num_ranks
         return any(self.costs.transfer) or (not is_linear and len(set(self.costs.delay)) > 1)
 
+    def recomputation(self, stage: int, mb: int) -> Code:
+        """Return the code of the recomputation of a microbatch."""
+        return 4 * (self.num_stages * (mb + 1) + stage) + WEIGHT
+
+    def recomputed(self, code: Code) -> tuple[int, int]:
+        """Return the stage and the microbatch of a recomputation."""
+        number, stage = divmod(code >> 2, self.num_stages)
+        return stage, number - 1
+
+    def recomputes(self, code: Code) -> bool:
+        """Return whether a code of an order is that of a recomputation."""
+        return code >= 4 * self.num_stages
+
     def schedule(self, orders: Sequence[Order]) -> Schedule:
         """Return the orders as a schedule."""
         return Schedule(map(self._actions, orders), self.placement, self.num_microbatches)
 
     def _actions(self, order: Order) -> Iterator[Action]:
         for code, place in zip(order, self.places_of(order), strict=True):
+            if self.recomputes(code):
+                yield Recompute(*self.recomputed(code))
+                continue
             mb = self.sequence[place] if self.sequence else place
             yield KINDS[code & 3](code >> 2, mb)
 
@@ -325,17 +432,39 @@ def nothing_fits(problems: Sequence[Problem]) -> ScheduleError:
     rank = problem.find_shortage()
     assert rank is not None
     cap, needed = in_full(problem.caps[rank]), in_full(problem.smallest_caps[rank])
+    least = max(problem.smallest_caps)
+    dropped = max(replace(problem, may_recompute=True).smallest_caps)
+    is_known = any(problem.costs.after_dropping)
+    hint = f" With recompute=True, {in_full(dropped)} is enough." * (is_known and dropped < least)
     return ScheduleError(
         f"Nothing fits: rank {rank} may hold {cap}, but one microbatch on its stages "
         f"{list(problem.stages_of[rank])} needs {needed}. The smallest "
-        f"memory that fits is {in_full(max(problem.smallest_caps))} on each rank: allow that, use "
-        "smaller microbatches, or cut the model into more stages."
+        f"memory that fits is {in_full(least)} on each rank: allow that, use "
+        f"smaller microbatches, or cut the model into more stages.{hint}"
     )
 
 
 def in_full(value: float) -> str:
     """Format `value` with all digits, so that a user who enters it has enough memory."""
     return f"{value:.0f}" if value.is_integer() else repr(value)
+
+
+def check_recompute(recompute: RecomputeChoice, costs: CostTable) -> bool:
+    """Return whether forwards may be recomputed."""
+    if recompute == "auto":
+        return any(costs.after_dropping) and costs.num_microbatches is None
+    if not isinstance(recompute, bool):
+        raise ScheduleError(f"recompute is {recompute!r}. Expected True, False or 'auto'.")
+    return recompute
+
+
+def _refuse_scales(costs: CostTable) -> None:
+    if costs.num_microbatches is not None:
+        raise CostError(
+            f"recompute is True, but the costs have scales for {costs.num_microbatches} "
+            "microbatches. Expected microbatches that are alike: give costs without scales, or set "
+            "recompute to False."
+        )
 
 
 def check_costs(costs: CostTable) -> None:

@@ -14,9 +14,11 @@ from penstock.ir import (
     Schedule,
     StageId,
 )
+from penstock.passes import add_recompute
 from penstock.passes.backward_halves import join_backward
 from penstock.passes.simpler_orders import part_overlaps
 from penstock.sim import simulate
+from penstock.solver.problem import Problem
 from penstock.solver.registered_schedules import registered
 
 
@@ -49,6 +51,14 @@ def can_run(
     except ScheduleError:
         return False
     return True
+
+
+def least_memory(problem: Problem) -> Schedule:
+    """Return the schedule that fits if any does: one microbatch at a time."""
+    shape = problem.placement, problem.num_microbatches
+    schedule = one_at_a_time(*shape, problem.better_split)
+    dropped = problem.better_dropped
+    return add_recompute(schedule, lambda stage, mb: stage in dropped) if dropped else schedule
 
 
 def one_at_a_time(

@@ -49,6 +49,8 @@ class SearchResult:
     """The most that each rank may hold; None if that is not limited."""
     gathers: "GatherChoice | None" = None
     """The policy of gathers that was asked for, if stages are sharded."""
+    recompute: bool = False
+    """True if forwards were allowed to be recomputed."""
 
     @property
     def time(self) -> float:

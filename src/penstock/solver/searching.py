@@ -11,6 +11,7 @@ from numbers import Real
 from penstock.costs import CostTable
 from penstock.errors import ScheduleError
 from penstock.ir import Placement, Schedule
+from penstock.passes import add_recompute
 from penstock.passes.held_memory import ROUNDING
 from penstock.schedules.generator import Clock
 from penstock.sim import simulate
@@ -33,12 +34,16 @@ from penstock.solver.problem import (
     WEIGHT,
     Order,
     Problem,
+    RecomputeChoice,
     check_costs,
+    check_recompute,
     codes,
     nothing_fits,
 )
+from penstock.solver.recomputed_orders import drop_all, drop_to_fit
+from penstock.solver.recomputing_dispatch import dispatch_with_drops
 from penstock.solver.registered_schedules import registered
-from penstock.solver.safe_schedules import one_at_a_time
+from penstock.solver.safe_schedules import least_memory
 from penstock.solver.search_result import SearchResult, Tried
 from penstock.solver.sequences import begin_with, with_sequence
 from penstock.timeline import Report
@@ -67,6 +72,7 @@ def search(
     seconds: float = 60.0,
     effort: float = 1.0,
     gathers: GatherChoice | None = None,
+    recompute: RecomputeChoice = False,
 ) -> SearchResult:
     """Search for the best schedule for `costs`, and prove how far it is from a lower bound.
 
@@ -84,6 +90,11 @@ def search(
     gathered. Of the schedules that are tried, none is faster with one of the policies. `seconds`
     is the time for all of this.
 
+    With `recompute`, forwards may be run again for their backwards, where that saves time within
+    `memory`: the search decides for which stages and microbatches, and when. No registered schedule
+    that fits is faster if all of its forwards are recomputed. `"auto"` is True if the costs have
+    `after_dropping`, and False if it is zero on all stages.
+
     >>> costs = CostTable(
     ...     forward=[2, 2, 2, 3], backward_input=[2, 2, 2, 3], backward_weight=[1, 1, 1, 2]
     ... )
@@ -95,10 +106,19 @@ def search(
     check_costs(costs)
     if placements is None:
         placements = default_placements(costs.num_stages, num_ranks)
+    may_recompute = check_recompute(recompute, costs)
+    chosen = check_placements(placements, num_ranks)
     problems = [
         Problem.of(costs, placement, num_microbatches, memory=memory, clock=clock)
-        for placement in check_placements(placements, num_ranks)
+        for placement in chosen
     ]
+    if may_recompute and min(problems[0].caps) < inf:  # Otherwise there is nothing to gain.
+        problems += [
+            Problem.of(
+                costs, placement, num_microbatches, memory=memory, clock=clock, recompute=True
+            )
+            for placement in chosen
+        ]
     if gathers is not None:
         found = search_with_gathers(
             problems,
@@ -106,12 +126,12 @@ def search(
             lambda lowered, budget: _Search(lowered, seconds=budget, effort=effort).find(),
             seconds=seconds,
         )
-        return replace(found, memory=problems[0].memory, gathers=gathers)
+        return replace(found, memory=problems[0].memory, gathers=gathers, recompute=may_recompute)
     feasible = [problem for problem in problems if problem.find_shortage() is None]
     if not feasible:
         raise nothing_fits(problems)
     found = _Search(feasible, seconds=seconds, effort=effort).run()
-    return replace(found, memory=problems[0].memory)
+    return replace(found, memory=problems[0].memory, recompute=may_recompute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +159,9 @@ class _Search:
         self._effort = effort
         self._start = time.monotonic()
         self._deadline = self._start + seconds
-        self._bounds = {problem.placement: lower_bound(problem) for problem in problems}
+        self._bounds = {_key(problem): lower_bound(problem) for problem in problems}
+        # By placement, the problem that allows recomputation, if that is asked for.
+        self._widest = {one.placement: one for one in problems if one.may_recompute}
         self._tried: list[Tried] = []
         self._simulated: list[Ungathered] = []
         self._registered: list[tuple[Schedule, Report]] = []
@@ -161,7 +183,10 @@ class _Search:
     def _try_all(self) -> None:
         """Try [1] registered schedules, [2] policies, [3] variations of the best, [4] moves."""
         for problem in self._problems:
-            self._try_registered(problem)
+            if problem.may_recompute:
+                self._try_recomputed(problem)
+            else:
+                self._try_registered(problem)
         policies = [(problem, self._try_policies(problem)) for problem in self._problems]
         best = min((candidate.time for candidate in self._best), default=inf)
         varied: Counter[Placement] = Counter()
@@ -175,22 +200,46 @@ class _Search:
 
     def _try_registered(self, problem: Problem) -> None:
         shape = problem.placement, problem.num_microbatches
-        least = SAFE, one_at_a_time(*shape, problem.better_split)
+        least = SAFE, least_memory(problem)
         for name, in_order in (*registered(*shape), least):
             schedule = with_sequence(in_order, problem.sequence)
-            report = simulate(schedule, problem.costs)
-            fits = problem.find_excess(report) is None
-            where = describe(problem.placement)
-            took = problem.time_of(report)
-            self._tried.append(Tried(name, where, took, report.peak_memory, fits, 1))
-            self._simulated.append(Ungathered(name, schedule, took))
+            fits, took = self._simulate(name, problem, schedule)
             if fits:
-                self._registered.append((schedule, report))
                 orders = _split_where_quicker(problem, codes(in_order))
                 split = self._rate(f"{name}, backwards split", problem, orders)
                 self._best.append(split)
                 if split.time < took:
                     self._note(split, 1)
+
+    def _try_recomputed(self, problem: Problem) -> None:
+        """Try every registered schedule with all of its forwards recomputed, and with some."""
+        shape = problem.placement, problem.num_microbatches
+        if problem.better_dropped:  # Otherwise it is the same without recomputation.
+            self._simulate(SAFE, problem, least_memory(problem))
+        for name, schedule in registered(*shape):
+            orders = _split_where_quicker(problem, codes(schedule))
+            fits, _ = self._simulate(f"{name}, recomputed", problem, add_recompute(schedule))
+            if fits:
+                everything = [drop_all(problem, order) for order in orders]
+                self._best.append(self._rate(f"{name}, recomputed", problem, everything))
+            some = [drop_to_fit(problem, rank, order) for rank, order in enumerate(orders)]
+            fitting = [order for order in some if order is not None]
+            if len(fitting) == len(some):
+                found = self._rate(f"{name}, partly recomputed", problem, fitting)
+                self._best.append(found)
+                self._note(found, 1)
+
+    def _simulate(self, name: str, problem: Problem, schedule: Schedule) -> tuple[bool, float]:
+        """Note a schedule that was made by an algorithm; return whether it fits, and its time."""
+        report = simulate(schedule, problem.costs)
+        fits = problem.find_excess(report) is None
+        took = problem.time_of(report)
+        where = describe(problem.placement)
+        self._tried.append(Tried(name, where, took, report.peak_memory, fits, 1))
+        self._simulated.append(Ungathered(name, schedule, took))
+        if fits:
+            self._registered.append((schedule, report))
+        return fits, took
 
     def _try_policies(self, problem: Problem) -> Policy | None:
         """Return the best policy of the grid; keep the best orders for each preference."""
@@ -205,7 +254,7 @@ class _Search:
             if self._is_over(problem) and (best or self._is_proven(problem)):
                 break  # At least one is tried, even when time is up.
             count += 1
-            found = self._rate("policies", problem, dispatch(problem, policy))
+            found = self._rate(_named("policies", problem), problem, _dispatch(problem, policy))
             kind = policy.preference, policy.keeps_room
             is_proven = found.time <= self._goal(problem)
             if is_proven or kind not in best or found.cost < best[kind][0].cost:
@@ -221,8 +270,8 @@ class _Search:
     def _try_nearby(self, problem: Problem, policy: Policy) -> None:
         """Vary the policy step by step, at first also to worse ones."""
         generator = random.Random(0)
-        name = "policies by rank"
-        current = best = self._rate(name, problem, dispatch(problem, policy))
+        name = _named("policies by rank", problem)
+        current = best = self._rate(name, problem, _dispatch(problem, policy))
         num_actions = sum(map(len, current.orders))
         limit = self._amount(_POLICIES / num_actions, _FEWEST_POLICIES, _MOST_POLICIES)
         warmth = _mean_duration(problem) * _LAST_HEATS[-1]
@@ -234,7 +283,7 @@ class _Search:
             if changed == policy:
                 continue
             count += 1
-            candidate = self._rate(name, problem, dispatch(problem, changed))
+            candidate = self._rate(name, problem, _dispatch(problem, changed))
             worse = candidate.cost - current.cost
             if worse <= 0 or generator.random() < exp(-worse / (warmth * (1 - number / limit))):
                 policy, current = changed, candidate
@@ -258,14 +307,14 @@ class _Search:
         count = 0
         for seed, (chosen, heat, length) in enumerate(walks):
             start = chosen or min(self._best, key=_time)
-            if not self._is_over(start.problem):
+            if not self._is_over(self._widest.get(start.problem.placement, start.problem)):
                 count += self._walk(start, heat, length, seed)
         if count:
             self._note(replace(min(self._best, key=_time), name="moves"), count)
 
     def _walk(self, start: _Candidate, heat: float, length: float, seed: int) -> int:
         """Keep the best orders of one walk; return how many orders it tried."""
-        problem = start.problem
+        problem = self._widest.get(start.problem.placement, start.problem)
         # With fewer actions the walk is longer, because the best orders can be reached.
         usual = _MOVES / sum(map(len, start.orders)) ** 2
         most = _MOST_MOVES_IF_DIFFERENT if problem.sequence else _MOST_MOVES
@@ -302,7 +351,7 @@ class _Search:
 
     def _goal(self, problem: Problem) -> float:
         """Return the time at which a schedule is proven to be the best."""
-        return self._bounds[problem.placement] * ROUNDING
+        return self._bounds[_key(problem)] * ROUNDING
 
     def _is_over(self, problem: Problem) -> bool:
         """Return whether the best for this placement cannot be improved, or time is up."""
@@ -318,7 +367,13 @@ class _Search:
         return min(found, default=inf) <= self._goal(problem)
 
     def _best_of(self, problem: Problem) -> float:
-        return min((found.time for found in self._best if found.problem is problem), default=inf)
+        times = (
+            found.time
+            for found in self._best
+            if found.problem is problem
+            or (problem.may_recompute and found.problem.placement == problem.placement)
+        )
+        return min(times, default=inf)
 
     def _result(self) -> SearchResult:
         """Return the best by the simulator, which models messages that wait for each other."""
@@ -351,6 +406,18 @@ class _Search:
 
 def _time(candidate: _Candidate) -> float:
     return candidate.time
+
+
+def _key(problem: Problem) -> tuple[Placement, bool]:
+    return problem.placement, problem.may_recompute
+
+
+def _named(name: str, problem: Problem) -> str:
+    return f"{name}, some recomputed" if problem.may_recompute else name
+
+
+def _dispatch(problem: Problem, policy: Policy) -> list[Order]:
+    return (dispatch_with_drops if problem.may_recompute else dispatch)(problem, policy)
 
 
 def _mean_duration(problem: Problem) -> float:

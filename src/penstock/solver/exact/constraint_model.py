@@ -8,6 +8,9 @@ k-th backward that has one. Times and memory stay the same, and nothing comes be
 for. When k of their actions of one kind have started, k of the kind they wait for had ended, and
 the first k of these are now those of the first k of them. Microbatches that differ may run in any
 order on any stage.
+
+If forwards may be recomputed, microbatches are not alike: some are dropped after their forward. The
+best of the schedules with microbatches in order is then found, and its bound is for these.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +28,7 @@ from penstock.ir import (
     Forward,
     MicrobatchId,
     Rank,
+    Recompute,
     Schedule,
     StageId,
 )
@@ -42,6 +46,9 @@ class _Cell(NamedTuple):
     backward_end: cp_model.IntVar
     weight_start: cp_model.IntVar
     is_fused: cp_model.IntVar
+    is_dropped: cp_model.IntVar
+    values_start: cp_model.IntVar
+    """The start of R if the microbatch is dropped, and that of F otherwise."""
 
 
 class Model:
@@ -74,7 +81,12 @@ class Model:
     def _make_cell(self, stage: StageId, mb: MicrobatchId) -> _Cell:
         cp, problem = self.cp, self._problem
         is_fused = cp.new_bool_var("") if problem.may_fuse[stage] else cp.new_constant(0)
-        cell = _Cell(self._time(), self._time(), self._time(), self._time(), is_fused)
+        forward_start = self._time()
+        drop = self._make_drop(stage, forward_start, problem.forward[stage][mb])
+        cell = _Cell(forward_start, self._time(), self._time(), self._time(), is_fused, *drop)
+        if problem.may_drop[stage]:
+            again_end = cell.values_start + problem.recompute[stage]
+            cp.add(cell.backward_start >= again_end).only_enforce_if(cell.is_dropped)
         first, full = problem.backward_input[stage][mb], problem.backward[stage][mb]
         size = first + (full - first) * is_fused
         cp.add(cell.backward_start + size == cell.backward_end)
@@ -86,6 +98,23 @@ class Model:
             cp.new_optional_fixed_size_interval_var(cell.weight_start, weight, ~is_fused, ""),
         ]
         return cell
+
+    def _make_drop(
+        self, stage: StageId, forward_start: cp_model.IntVar, forward: int
+    ) -> tuple[cp_model.IntVar, cp_model.IntVar]:
+        """Return `is_dropped` and `values_start`, with the time of R if there may be one."""
+        cp, problem = self.cp, self._problem
+        if not problem.may_drop[stage]:
+            return cp.new_constant(0), forward_start
+        is_dropped, values_start = cp.new_bool_var(""), self._time()
+        cp.add(values_start >= forward_start + forward).only_enforce_if(is_dropped)
+        cp.add(values_start == forward_start).only_enforce_if(~is_dropped)
+        self._by_rank[problem.placement.ranks[stage]].append(
+            cp.new_optional_fixed_size_interval_var(
+                values_start, problem.recompute[stage], is_dropped, ""
+            )
+        )
+        return is_dropped, values_start
 
     def _weight_end(self, stage: StageId, mb: MicrobatchId) -> cp_model.LinearExpr:
         """Return when W ends; a full backward counts as followed by a W that takes no time."""
@@ -145,6 +174,8 @@ class Model:
     def _limit_memory(self, memory: RankMemory) -> None:
         """Count an activation from the start of F to the end of I or B, then what W needs.
 
+        If it is dropped, all but its inputs counts from the start of R.
+
         To that comes what each action needs while it runs. Intervals exclude their end: memory
         that is freed at a time can be used by what starts then.
         """
@@ -152,8 +183,15 @@ class Model:
         for stage in memory.after_forward:
             for mb, cell in enumerate(self._cells[stage]):
                 weight = self._problem.backward_weight[stage][mb]
+                until, dropped = cell.backward_end, 0
+                if self._problem.may_drop[stage]:
+                    dropped = memory.after_dropping[stage][mb]
+                    intervals.append(
+                        cp.new_interval_var(cell.forward_start, self._time(), until, "")
+                    )
+                    demands.append(dropped)
                 intervals += [
-                    cp.new_interval_var(cell.forward_start, self._time(), cell.backward_end, ""),
+                    cp.new_interval_var(cell.values_start, self._time(), until, ""),
                     cp.new_optional_interval_var(
                         cell.backward_end,
                         self._time(),
@@ -162,7 +200,8 @@ class Model:
                         "",
                     ),
                 ]
-                demands += [memory.after_forward[stage][mb], memory.after_input[stage][mb]]
+                kept = memory.after_forward[stage][mb] - dropped
+                demands += [kept, memory.after_input[stage][mb]]
                 for extra, running in zip(
                     memory.extra[stage], self._running(stage, mb), strict=True
                 ):
@@ -172,14 +211,20 @@ class Model:
         cp.add_cumulative(intervals, demands, memory.cap)
 
     def _running(self, stage: StageId, mb: MicrobatchId) -> Iterator[cp_model.IntervalVar]:
-        """Yield the times of F, I, W and B; I and W, or B, are absent."""
+        """Yield the times of F, I, W and B; I and W, or B, are absent.
+
+        If forwards may be recomputed, also those of an F that is dropped, and of R; or F is absent.
+        """
         problem, interval = self._problem, self.cp.new_optional_fixed_size_interval_var
         cell = self._cells[stage][mb]
         forward, is_split = problem.forward[stage][mb], ~cell.is_fused
-        yield self.cp.new_fixed_size_interval_var(cell.forward_start, forward, "")
+        yield interval(cell.forward_start, forward, ~cell.is_dropped, "")
         yield interval(cell.backward_start, problem.backward_input[stage][mb], is_split, "")
         yield interval(cell.weight_start, problem.backward_weight[stage][mb], is_split, "")
         yield interval(cell.backward_start, problem.backward[stage][mb], cell.is_fused, "")
+        if problem.may_drop[stage]:
+            yield interval(cell.forward_start, forward, cell.is_dropped, "")
+            yield interval(cell.values_start, problem.recompute[stage], cell.is_dropped, "")
 
     def _bound_time(self) -> None:
         """Bound `time` by each rank's last end, and by its head plus its work."""
@@ -193,6 +238,7 @@ class Model:
                     halves = problem.backward_input[stage][mb] + problem.backward_weight[stage][mb]
                     saving = (halves - full) * cell.is_fused
                     work.append(problem.forward[stage][mb] + halves - saving)
+                    work.append(problem.recompute[stage] * cell.is_dropped)
             first = self._first_start(stages[0]) if problem.starts_count else offset
             for stage in stages:
                 for group in problem.alike:
@@ -243,16 +289,23 @@ class Model:
         forwards = [entry for entry in own if isinstance(entry.action, Forward)]
         backwards = [entry for entry in own if isinstance(entry.action, URGENT_BACKWARD_TYPES)]
         weights = [entry.start for entry in own if isinstance(entry.action, BackwardWeight)]
+        again = {one.action.mb: one.start for one in own if isinstance(one.action, Recompute)}
         weight_end = 0.0
         for mb, forward, backward in zip(group, forwards, backwards, strict=True):
             cell = self._cells[stage][mb]
             is_fused = isinstance(backward.action, Backward)
             weight = max(backward.end, weight_end) if is_fused else weights.pop(0)
             weight_end = weight + (0 if is_fused else problem.backward_weight[stage][mb])
-            values = (forward.start, backward.start, backward.end, weight, is_fused)
-            variables = cell if problem.may_fuse[stage] else cell[:-1]  # Not a constant.
-            for variable, value in zip(variables, values, strict=False):
-                self.cp.add_hint(variable, round(value))
+            values = {"forward_start": forward.start, "weight_start": weight}
+            values |= {"backward_start": backward.start, "backward_end": backward.end}
+            if problem.may_fuse[stage]:  # Otherwise it is a constant.
+                values["is_fused"] = is_fused
+            if problem.may_drop[stage]:
+                own_mb = compute_parts(backward.action)[0].mb
+                values["is_dropped"] = own_mb in again
+                values["values_start"] = again.get(own_mb, forward.start)
+            for name, value in values.items():
+                self.cp.add_hint(getattr(cell, name), round(value))
 
     def _split_what_must_be(self, schedule: Schedule) -> Schedule:
         """Return the schedule with each full backward split on stages that may not fuse."""
@@ -280,6 +333,8 @@ class Model:
                 order.append((value(cell.backward_start), kind(stage, mb)))
                 if not is_fused:
                     order.append((value(cell.weight_start), BackwardWeight(stage, mb)))
+                if value(cell.is_dropped):
+                    order.append((value(cell.values_start), Recompute(stage, mb)))
         orders = [[action for _, action in sorted(order, key=itemgetter(0))] for order in timed]
         return Schedule(orders, problem.placement, problem.num_microbatches)
 

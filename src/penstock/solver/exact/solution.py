@@ -19,8 +19,14 @@ from penstock.schedules.generator import Clock
 from penstock.sim import simulate
 from penstock.solver.exact.incumbent import ExactProgress, Incumbent
 from penstock.solver.exact.ticks import TickProblem, to_ticks
-from penstock.solver.problem import Problem, nothing_fits
-from penstock.solver.safe_schedules import one_at_a_time
+from penstock.solver.problem import (
+    Problem,
+    RecomputeChoice,
+    check_costs,
+    check_recompute,
+    nothing_fits,
+)
+from penstock.solver.safe_schedules import least_memory
 from penstock.timeline import Report
 
 _CLOSE = 1 + 1e-6  # A time this close to the lower bound is called optimal.
@@ -62,6 +68,7 @@ def solve(
     seconds: float = 60.0,
     hint: Schedule | None = None,
     progress: Callable[[ExactProgress], None] | None = None,
+    recompute: RecomputeChoice = False,
 ) -> ExactResult:
     """Return the schedule that takes the least time by `clock`, or the best found in `seconds`.
 
@@ -70,6 +77,9 @@ def solve(
     one for each. The search begins with `hint`, and calls `progress` when it finds a better
     schedule or bound; `print_progress` shows them. It uses one core, and gives the same result each
     time unless `seconds` run out.
+
+    With `recompute`, forwards may be recomputed, as in `search`. Then microbatches are in order on
+    each stage: the bound is for such schedules.
 
     For the bound, times without a common unit are rounded down to a ten-millionth of the longest,
     and memory to a millionth of the largest. Schedules are timed and checked with exact numbers.
@@ -80,12 +90,18 @@ def solve(
     (6.5, 6.5, True)
     """
     _check(costs, placement, seconds)
-    problem = Problem.of(costs, placement, num_microbatches, memory=memory, clock=clock)
+    check_costs(costs)
+    problem = Problem.of(
+        costs,
+        placement,
+        num_microbatches,
+        memory=memory,
+        clock=clock,
+        recompute=check_recompute(recompute, costs),
+    )
     if problem.find_shortage() is not None:
         raise nothing_fits([problem])
-    start = one_at_a_time(placement, num_microbatches, problem.better_split)
-    if hint is not None:
-        start = _plain(hint, placement, num_microbatches)
+    start = least_memory(problem) if hint is None else _plain(hint, problem)
     search = _import_search()
     incumbent = Incumbent(_fit(start, problem), problem, progress)
     search(to_ticks(problem), incumbent, seconds)
@@ -119,8 +135,9 @@ def _check(costs: CostTable, placement: Placement, seconds: float) -> None:
             )
 
 
-def _plain(hint: Schedule, placement: Placement, num_microbatches: int) -> Schedule:
+def _plain(hint: Schedule, problem: Problem) -> Schedule:
     """Return the hint without communication and overlaps."""
+    placement, num_microbatches = problem.placement, problem.num_microbatches
     if not isinstance(hint, Schedule):
         raise ScheduleError(f"hint is {hint!r}. Expected a Schedule.")
     if (hint.placement, hint.num_microbatches) != (placement, num_microbatches):
@@ -129,9 +146,10 @@ def _plain(hint: Schedule, placement: Placement, num_microbatches: int) -> Sched
             f"Expected {num_microbatches} and {placement}: the same as in the other arguments."
         )
     orders = [[part for action in order for part in compute_parts(action)] for order in hint.orders]
-    if any(isinstance(action, Recompute) for order in orders for action in order):
+    recomputes = any(isinstance(action, Recompute) for order in orders for action in order)
+    if recomputes and not problem.may_recompute:
         raise ScheduleError(
-            "hint recomputes forwards, which the exact solver does not. Give it "
+            "hint recomputes forwards, but recompute is False. Set it to True, or give "
             "remove_recompute(hint)."
         )
     if all(isinstance(action, Forward) for order in orders for action in order):

@@ -11,7 +11,7 @@ ticks too long, which is less than one of the former ticks; the division by z + 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import ceil, floor
+from math import ceil, floor, inf
 from operator import add, lt
 from typing import TypeAlias
 
@@ -39,7 +39,11 @@ class RankMemory:
     after_forward: dict[int, Row]
     after_input: dict[int, Row]
     extra: dict[int, tuple[Row, ...]]
-    """By stage: what F, I, W and B need besides, only while they run."""
+    """By stage: what F, I, W and B need besides, only while they run.
+
+    If forwards may be recomputed, also an F that is dropped, and R.
+    """
+    after_dropping: dict[int, Row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,10 @@ class TickProblem:
     delay: tuple[int, ...]
     may_fuse: tuple[bool, ...]
     """By stage: True if a full backward can be better than its halves."""
+    recompute: tuple[int, ...]
+    """By stage: the time of a recomputation."""
+    may_drop: tuple[bool, ...]
+    """By stage: True if its forwards may be recomputed, and memory is limited there."""
     offsets: tuple[int, ...]
     """The offset of each rank, rounded up so that times are rounded down.
 
@@ -95,6 +103,8 @@ class TickProblem:
         for forwards, inputs, weights, fulls in zip(*rows, strict=True):
             halves = map(sum, zip(inputs, weights, strict=True))
             total += sum(forwards) + sum(map(max, fulls, halves))
+        for time, drops in zip(self.recompute, self.may_drop, strict=True):
+            total += self.num_microbatches * time * drops
         return total + 2 * self.num_microbatches * sum(self.delay)
 
     def as_costs(self) -> CostTable:
@@ -110,6 +120,7 @@ class TickProblem:
             backward_input=first,
             backward_weight=second,
             backward=full,
+            recompute=self.recompute,
             delay=self.delay,
             time_scale=scales if len(self.alike) > 1 else (),
         )
@@ -119,11 +130,19 @@ def to_ticks(problem: Problem) -> TickProblem:
     """Return the problem in ticks; memory without a common unit is rounded down too."""
     placement, num_microbatches = problem.placement, problem.num_microbatches
     delay, num_stages = problem.delays, placement.num_stages
+    may_drop = tuple(problem.may_recompute and problem.caps[r] < inf for r in placement.ranks)
     times = problem.named.times
-    tick, ticks = to_units([*times, *delay], _MOST_TICKS)
+    if problem.may_recompute:  # Without those of recomputations.
+        times = times[: 4 * num_stages]
+    # Times that do not occur must not make the ticks shorter.
+    again = zip(problem.costs.recompute, times[FORWARD::4], may_drop, strict=False)
+    recompute = [time if drops else forward for time, forward, drops in again]
+    tick, ticks = to_units([*times, *delay, *recompute], _MOST_TICKS)
     # If microbatches are alike, there are times for one of them.
     copies = 1 if problem.sequence else num_microbatches
     num_instant = ticks[: len(times)].count(0) * copies
+    if any(may_drop):
+        num_instant += ticks[-num_stages:].count(0) * num_microbatches
     scale = num_instant + 1
     scaled = [time * scale or 1 for time in ticks[: len(times)]]
     forward, first, second, full = (
@@ -146,12 +165,14 @@ def to_ticks(problem: Problem) -> TickProblem:
         backward_input=first,
         backward_weight=second,
         backward=full,
-        delay=tuple(time * scale for time in ticks[len(times) :]),
+        delay=tuple(time * scale for time in ticks[len(times) : -num_stages]),
         may_fuse=tuple(
             any(map(lt, full[stage], map(add, first[stage], second[stage])))
             or problem.saves_memory(stage)
             for stage in range(num_stages)
         ),
+        recompute=tuple(time * scale or 1 for time in ticks[-num_stages:]),
+        may_drop=may_drop,
         offsets=tuple(ceil(offset / tick * (1 - _ROUNDING)) * scale for offset in offsets),
         starts_count=starts_count,
         memory=(),
@@ -181,24 +202,38 @@ def _memory(in_ticks: TickProblem, problem: Problem) -> Iterator[RankMemory]:
     for rank, cap in enumerate(problem.caps):
         stages = problem.stages_of[rank]
         held = [*(costs.after_forward[s] for s in stages), *(costs.after_input[s] for s in stages)]
-        # What an F leaves is held from its start on, all else counts only while the action runs.
-        rises = [problem.changes[4 * s + kind].rise for s in stages for kind in range(4)]
-        extra = [
-            rise - (costs.after_forward[stages[n // 4]] if n % 4 == FORWARD else 0.0)
-            for n, rise in enumerate(rises)
-        ]
-        num_held = num_microbatches * (len(held) + len(extra))
+        dropped = [costs.after_dropping[stage] for stage in stages]
+        extra = [value for stage in stages for value in _extra(problem, stage)]
+        num_held = num_microbatches * (len(held) + len(dropped) + len(extra))
         if cap >= sum(held) * sum(sizes) + max(extra) * max(sizes):
             continue
         most = min(_MOST_MEMORY, _MOST_AREA // (in_ticks.horizon() * num_held))
-        amounts = [amount * size for amount in (*held, *extra) for size in sizes]
+        amounts = [amount * size for amount in (*held, *dropped, *extra) for size in sizes]
         unit, counts = to_units(amounts, max(1, most))
         rows = [counts[n : n + num_microbatches] for n in range(0, len(counts), num_microbatches)]
-        by_kind = rows[len(held) :]
+        by_kind = rows[len(held) + len(dropped) :]
+        num_kinds = len(extra) // len(stages)
         yield RankMemory(
             rank=rank,
             cap=floor(cap * (1 + _ROUNDING) / unit),
             after_forward=dict(zip(stages, rows, strict=False)),
             after_input=dict(zip(stages, rows[len(stages) : len(held)], strict=True)),
-            extra={s: tuple(by_kind[4 * n : 4 * n + 4]) for n, s in enumerate(stages)},
+            extra={
+                stage: tuple(by_kind[num_kinds * n : num_kinds * (n + 1)])
+                for n, stage in enumerate(stages)
+            },
+            after_dropping=dict(zip(stages, rows[len(held) :], strict=False)),
         )
+
+
+def _extra(problem: Problem, stage: int) -> Iterator[float]:
+    """Yield what F, I, W, B, a dropped F and R of a stage need only while they run.
+
+    What an F or R leaves is held from its start on.
+    """
+    forward, *backwards = problem.changes[4 * stage : 4 * stage + 4]
+    yield forward.rise - forward.net
+    yield from (change.rise for change in backwards)
+    if problem.may_recompute:
+        for change in (problem.dropping[stage], problem.recomputing[stage]):
+            yield change.rise - change.net
