@@ -1,4 +1,4 @@
-"""NCCL's links over a stand-in for NCCL, and how their two ends meet."""
+"""NCCL's links over an imitation of NCCL, and how their two ends meet."""
 
 import re
 import threading
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from nccl_stand_in import Pairs, StandInComm
+from imitated_nccl import ImitatedComm, Pairs
 from penstock import LocalGroup, local_ranks
 from penstock.comm.channels import both_ways
 from penstock.comm.links import meet
@@ -16,7 +16,7 @@ from penstock.errors import CommError
 from penstock.ir.message import Channel
 
 
-def _in_circle(comm: StandInComm) -> float:
+def _in_circle(comm: ImitatedComm) -> float:
     """Send to the next rank, and receive from the one before."""
     received = torch.empty(1)
     after, before = (comm.rank + 1) % comm.num_ranks, (comm.rank - 1) % comm.num_ranks
@@ -31,7 +31,7 @@ def test_only_opened_channels_have_a_communicator() -> None:
     ring = [Channel(0, 1), Channel(1, 2), Channel(2, 0)]
 
     def main(group: LocalGroup) -> tuple[float, list[Channel]]:
-        comm = StandInComm(group, pairs)
+        comm = ImitatedComm(group, pairs)
         comm.open(ring)
         return _in_circle(comm), sorted(comm.ends)
 
@@ -45,7 +45,7 @@ def test_only_opened_channels_have_a_communicator() -> None:
 
 def test_message_on_a_channel_that_is_not_open_is_refused() -> None:
     def main(group: LocalGroup) -> None:
-        comm = StandInComm(group, {})
+        comm = ImitatedComm(group, {})
         if group.rank == 0:
             comm.send(torch.ones(1), 1)
         else:
@@ -59,7 +59,7 @@ def test_close_aborts_the_groups_of_both_directions() -> None:
     pairs: Pairs = {}
 
     def main(group: LocalGroup) -> list[bool]:
-        comm = StandInComm(group, pairs)
+        comm = ImitatedComm(group, pairs)
         comm.open(both_ways([(0, 1)]))
         comm.close()
         return [end.is_aborted for end in comm.ends.values()]
@@ -67,11 +67,11 @@ def test_close_aborts_the_groups_of_both_directions() -> None:
     assert [[True, True], [True, True]] == local_ranks(2, main)
 
 
-def test_stand_in_tells_of_ranks_that_first_use_channels_in_a_circle() -> None:
+def test_imitation_tells_of_ranks_that_first_use_channels_in_a_circle() -> None:
     pairs: Pairs = {}
 
     def main(group: LocalGroup) -> None:
-        comm = StandInComm(group, pairs)
+        comm = ImitatedComm(group, pairs)
         own, other = Channel(group.rank, 1 - group.rank), Channel(1 - group.rank, group.rank)
         for channel in (own, other):
             comm.open([channel])
@@ -81,11 +81,11 @@ def test_stand_in_tells_of_ranks_that_first_use_channels_in_a_circle() -> None:
         local_ranks(2, main)
 
 
-def test_stand_in_ends_a_send_only_when_it_is_received() -> None:
+def test_imitation_ends_a_send_only_when_it_is_received() -> None:
     pairs: Pairs = {}
 
     def main(group: LocalGroup) -> None:
-        comm = StandInComm(group, pairs)
+        comm = ImitatedComm(group, pairs)
         comm.open([Channel(0, 1)])
         if group.rank == 0:
             comm.send(torch.ones(1), 1).wait(lambda: "")

@@ -59,7 +59,7 @@ class Gate:
 
 
 class Ended:
-    """A stand-in for the event of a stream."""
+    """An imitation of the event of a stream."""
 
     def __init__(self, job: "Future[None] | None") -> None:
         self._job = job
@@ -70,7 +70,7 @@ class Ended:
 
 
 class ThreadStream:
-    """A stand-in for a stream beside that of the computation."""
+    """An imitation of a stream beside that of the computation."""
 
     thread: ThreadPoolExecutor
     """One for all streams, so that replicas run their collectives in one order."""

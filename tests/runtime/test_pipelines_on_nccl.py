@@ -1,4 +1,4 @@
-"""Pipelines over a stand-in for NCCL: whatever uses channels opens them, and no rank blocks."""
+"""Pipelines over an imitation of NCCL: whatever uses channels opens them, and no rank blocks."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from imitated_nccl import ImitatedComm, Pairs, imitate_nccl
 from local_steps import mean_square, mlp, mlp_batch
-from nccl_stand_in import Pairs, StandInComm, use_stand_in
 from penstock import LocalGroup, Pipeline, local_ranks, schedules
 from penstock.comm.channels import both_ways
 from penstock.comm.links import NcclLink
@@ -32,7 +32,7 @@ def run(num_ranks: int, main: Callable[..., Any], *args: Any) -> tuple[list[Any]
     lines: defaultdict[int, Pairs] = defaultdict(dict)
 
     def on_rank(group: LocalGroup) -> Any:
-        use_stand_in(group, lines)
+        imitate_nccl(group, lines)
         return main(group, *args)
 
     results = local_ranks(num_ranks, on_rank)
@@ -128,7 +128,7 @@ def test_ties_that_connect_at_their_first_message_are_found_out(
 
 def test_recording_opens_channels_to_rank_0_when_it_is_asked_for() -> None:
     def main(group: LocalGroup) -> tuple[Any, list[int]]:
-        made = use_stand_in(group, lines)
+        made = imitate_nccl(group, lines)
         pipeline = make_pipeline(group, record=True)
         train_a_little(pipeline, 2)
         counts = [len(made[0].ends)]
@@ -176,7 +176,7 @@ def test_pipeline_without_backward_has_no_way_back() -> None:
 
 def test_close_ends_all_communicators() -> None:
     def main(group: LocalGroup) -> list[bool]:
-        made: list[StandInComm] = use_stand_in(group, lines)
+        made: list[ImitatedComm] = imitate_nccl(group, lines)
         pipeline = make_pipeline(group)
         train_a_little(pipeline)
         pipeline.close()

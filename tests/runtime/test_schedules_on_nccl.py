@@ -1,4 +1,4 @@
-"""Every schedule over a stand-in for NCCL, whose communicators block at their first use."""
+"""Every schedule over an imitation of NCCL, whose communicators block at their first use."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,7 +6,7 @@ import pytest
 
 from bare_steps import run_bare_steps
 from fuzzing import IS_LONG
-from nccl_stand_in import Pairs, StandInComm
+from imitated_nccl import ImitatedComm, Pairs
 from penstock import LocalGroup, Schedule, local_ranks, schedules
 from penstock.comm.links import NcclLink
 from penstock.errors import CommError
@@ -21,14 +21,14 @@ RANKS = range(1, 9) if IS_LONG else (1, 2, 3, 5, 8)
 MICROBATCHES = range(1, 17) if IS_LONG else (1, 5, 8)
 STAGES_PER_RANK = (1, 2, 3) if IS_LONG else (2,)
 every_schedule = pytest.mark.parametrize("generator", REGISTRY, ids=lambda made: made.name)
-Open = Callable[[StandInComm, Iterable[Channel]], None]
+Open = Callable[[ImitatedComm, Iterable[Channel]], None]
 
 
-def open_as_one(comm: StandInComm, channels: Iterable[Channel]) -> None:
+def open_as_one(comm: ImitatedComm, channels: Iterable[Channel]) -> None:
     comm.open(channels)
 
 
-def open_sends_first(comm: StandInComm, channels: Iterable[Channel]) -> None:
+def open_sends_first(comm: ImitatedComm, channels: Iterable[Channel]) -> None:
     """A mutant: each rank has an order of its own."""
     for channel in sorted(channels, key=lambda channel: (channel.sender != comm.rank, channel)):
         comm.open([channel])
@@ -39,7 +39,7 @@ def run(schedule: Schedule, open_channels: Open = open_as_one) -> list[int]:
     pairs: Pairs = {}
 
     def main(group: LocalGroup) -> int:
-        comm = StandInComm(group, pairs)
+        comm = ImitatedComm(group, pairs)
         open_channels(comm, make_program(schedule, comm.rank).channels)
         run_bare_steps(comm, schedule)
         return len(comm.ends)
@@ -65,7 +65,7 @@ def test_channels_are_those_that_messages_take(name: str) -> None:
         used: Pairs = {}
 
         def main(group: LocalGroup, orders: Schedule = orders, used: Pairs = used) -> None:
-            comm = StandInComm(group, used)
+            comm = ImitatedComm(group, used)
             comm.open(make_program(orders, comm.rank).channels)
             run_bare_steps(comm, orders)
 
@@ -87,7 +87,7 @@ def test_rank_among_many_has_communicators_for_its_neighbours_only(
     pairs: Pairs = {}
 
     def main(group: LocalGroup) -> int:
-        comm = StandInComm(group, pairs)
+        comm = ImitatedComm(group, pairs)
         comm.open(make_program(schedule, comm.rank).channels)
         return len(comm.ends)
 

@@ -24,8 +24,8 @@ from penstock.cutting.shape_counts import (
     counting_saved,
     fake_like,
 )
-from penstock.cutting.stand_ins import are_on_host
 from penstock.cutting.tracing import trace
+from penstock.cutting.unread_tensors import are_on_host
 from penstock.errors import CostError
 from penstock.ir import StageId
 from penstock.stage.outputs import as_arguments
@@ -156,8 +156,7 @@ def count_chain(chain: Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         for index, name in enumerate(chain.names):
             module = pipe.get_stage_module(index)
             own = {
-                name: counter.stand_in_for(t)
-                for name, t in module.state_dict(keep_vars=True).items()
+                name: counter.fake_for(t) for name, t in module.state_dict(keep_vars=True).items()
             }
             outputs = functional_call(module, own, values, fake_kwargs)
             values = as_arguments(outputs)
@@ -184,7 +183,7 @@ class _Counting(fx.Interpreter):
         self.counts[n] = self._counter.take()
         if n.op == "get_attr" and isinstance(result, Tensor):
             self.attributes[n] = result
-            return self._counter.stand_in_for(result, is_on_host=self._are_on_host)
+            return self._counter.fake_for(result, is_on_host=self._are_on_host)
         return result
 
 

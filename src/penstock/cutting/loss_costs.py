@@ -20,7 +20,7 @@ from penstock.cutting.shape_counts import (
     counting_saved,
     fake_like,
 )
-from penstock.cutting.stand_ins import are_on_host
+from penstock.cutting.unread_tensors import are_on_host
 from penstock.errors import CostError
 from penstock.stage.passage import needs_grad
 from penstock.torch_private import TorchDispatchMode, pytree
@@ -109,7 +109,7 @@ class Loss:
         return LayerCost("loss", statistics.median(times), 0, saved.num_bytes, alive.peak)
 
     def find_target(self, outputs: Any) -> Any:
-        """Return the target, or a stand-in if its form follows from the outputs; else None."""
+        """Return the target, or zeros if its form follows from the outputs; else None."""
         if self.target is not None:
             return self.target
         function = self._plain_function
@@ -162,7 +162,7 @@ def count_loss(
         args, kwargs = pytree.tree_map_only(Tensor, fake_like, (mb_args, mb_kwargs or {}))
         is_on_host = are_on_host((mb_args, mb_kwargs))
         own = {
-            name: counter.stand_in_for(tensor, is_on_host=is_on_host)
+            name: counter.fake_for(tensor, is_on_host=is_on_host)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
         outputs = functional_call(model, own, args, kwargs)
@@ -221,7 +221,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _device_of(outputs: Any) -> torch.device:
-    """Return where outputs without values stand in for those of a model, which may be on meta."""
+    """Return where outputs without values are in place of a model's, which may be on meta."""
     devices = [tensor.device for tensor in _tensors(outputs) if not tensor.is_meta]
     return devices[0] if devices else torch.device("cpu")
 

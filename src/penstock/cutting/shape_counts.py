@@ -62,7 +62,7 @@ class Counter:
         """Do not count a tensor as held: something else holds it anyway."""
         self._saved.leave_out(tensor)
 
-    def stand_in_for(self, tensor: Tensor, *, is_on_host: bool = False) -> Tensor:
+    def fake_for(self, tensor: Tensor, *, is_on_host: bool = False) -> Tensor:
         """Return a tensor without values for one of the model; it is not counted as held.
 
         If `is_on_host`, a tensor on the meta device gets one on the CPU, as in the trace.

@@ -16,7 +16,7 @@ from penstock.cutting.inputs import Inputs
 from penstock.cutting.marks import SplitPoint, marked, remove_calls
 from penstock.cutting.own_backwards import noticing_checkpoints, refusing_own_backwards
 from penstock.cutting.settled_branches import SettledBranches
-from penstock.cutting.stand_ins import StandIns
+from penstock.cutting.unread_tensors import UnreadTensors
 from penstock.errors import PipelineError, StageError, TraceError
 from penstock.ir import StageId
 from penstock.torch_private import assert_tensor_metadata, pytree
@@ -88,14 +88,14 @@ def _export(
 ) -> tuple[ExportedProgram, fx.GraphModule]:
     try:
         with (
-            StandIns(model, args, kwargs) as stand_ins,
+            UnreadTensors(model, args, kwargs) as unread,
             marked(model, split_spec),
             refusing_own_backwards(model),
             SettledBranches(),
         ):
             program = torch.export.export(model, args, kwargs, strict=False)
         graph_module = program.module(check_guards=False)
-        stand_ins.put_back(graph_module)
+        unread.put_back(graph_module)
         return program, graph_module
     except PipelineError:
         raise

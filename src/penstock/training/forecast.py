@@ -25,7 +25,7 @@ from penstock.training.token_loss import next_token_loss
 
 _STATES = 2  # Of AdamW, for each parameter.
 LOGGER = logging.getLogger("penstock")
-_STAND_IN = "ZB-V"  # For the schedule that "auto" has yet to find.
+_ASSUMED = "ZB-V"  # For the schedule that "auto" has yet to find.
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def forecast(
 
     `mb_inputs` and `target` are those of one microbatch.
     """
-    schedule = orders.schedule or _stand_in(orders)
+    schedule = orders.schedule or _assumed_schedule(orders)
     counted = _count(pieces, *mb_inputs, target)
     bubble, activations = None, [0.0] * config.num_ranks
     if schedule is not None and counted:
@@ -159,9 +159,9 @@ def _count(
         return ()
 
 
-def _stand_in(orders: Orders) -> Schedule | None:
+def _assumed_schedule(orders: Orders) -> Schedule | None:
     placement = orders.placement
-    made = schedules.get(_STAND_IN)(
+    made = schedules.get(_ASSUMED)(
         num_ranks=placement.num_ranks, num_microbatches=orders.num_microbatches
     )
     return made if made.placement == placement else None

@@ -1,8 +1,8 @@
-"""Tensors in host memory that stand in for those on the meta device while a model is traced.
+"""Unread tensors: in host memory, for those on the meta device while a model is traced.
 
 A model may compute differently on different devices: experts in transformers count floats on CPUs
 and integers elsewhere. Traced on the meta device, it would be a model for no device that runs it.
-Tracing reads no values, so the memory of a stand-in is never touched, and takes no room.
+Tracing reads no values, so the memory of an unread tensor is never touched, and takes no room.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.torch_private import own_buffers, own_parameters, pytree
 
 
-class StandIns:
+class UnreadTensors:
     """A context in which a model's tensors on the meta device are on the CPU, like its inputs.
 
     If the inputs are elsewhere, nothing is changed.
@@ -24,11 +24,11 @@ class StandIns:
         self._are_needed = are_on_host((args, kwargs))
         self._originals: dict[Tensor, Tensor] = {}
 
-    def __enter__(self) -> "StandIns":
+    def __enter__(self) -> "UnreadTensors":
         if self._are_needed:
             tensors = (*self._model.parameters(), *self._model.buffers())
-            made = {tensor: _stand_in(tensor) for tensor in tensors if tensor.is_meta}
-            self._originals = {stand_in: tensor for tensor, stand_in in made.items()}
+            made = {tensor: _unread(tensor) for tensor in tensors if tensor.is_meta}
+            self._originals = {unread: tensor for tensor, unread in made.items()}
             _replace(self._model, made)
         return self
 
@@ -36,7 +36,7 @@ class StandIns:
         self.put_back(self._model)
 
     def put_back(self, module: nn.Module) -> None:
-        """Replace the stand-ins in a module by the model's own tensors."""
+        """Replace the unread tensors in a module by the model's own tensors."""
         _replace(module, self._originals)
 
 
@@ -46,7 +46,7 @@ def are_on_host(inputs: Any) -> bool:
     return {"cpu"} == {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
+def _unread(tensor: Tensor) -> Tensor:
     own = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(own, tensor.requires_grad)

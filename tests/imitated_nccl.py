@@ -1,4 +1,4 @@
-"""A stand-in for NCCL, for ranks that are threads of `penstock.local_ranks`.
+"""An imitation of NCCL, for ranks that are threads of `penstock.local_ranks`.
 
 It keeps what matters for deadlocks. A group makes its communicator at its first use, which blocks
 the rank until the other end uses the group too. A send is over only when it has been received, and
@@ -89,8 +89,8 @@ class PairEnd:
         return message
 
 
-class StandInComm(AbstractComm):
-    """A comm by real NcclLinks, opened by the real code, over groups of the stand-in.
+class ImitatedComm(AbstractComm):
+    """A comm by real NcclLinks, opened by the real code, over imitated groups.
 
     `pairs` is one dictionary for all ranks.
     """
@@ -155,15 +155,15 @@ class LinkTransfer:
         self._work.wait(1.0)
 
 
-def use_stand_in(group: LocalGroup, lines: defaultdict[int, Pairs]) -> list[StandInComm]:
-    """Let all connections of `group` be by the stand-in; returns those that there are.
+def imitate_nccl(group: LocalGroup, lines: defaultdict[int, Pairs]) -> list[ImitatedComm]:
+    """Let all connections of `group` be imitated; returns those that there are.
 
     `lines` is one for all ranks: they find each other by how many connections they have made.
     """
-    made: list[StandInComm] = []
+    made: list[ImitatedComm] = []
 
     def connect() -> AbstractComm:
-        made.append(StandInComm(group, lines[len(made)]))
+        made.append(ImitatedComm(group, lines[len(made)]))
         return made[-1]
 
     group.connect = connect  # type: ignore[method-assign]  # There is no other way in.
