@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from penstock.compat import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
     from penstock.compiling import compile as compile
     from penstock.costs import CostTable as CostTable
+    from penstock.costs import pack as pack
     from penstock.cutting import Balanced as Balanced
     from penstock.cutting import CutModel as CutModel
     from penstock.cutting import LayerCost as LayerCost
@@ -106,6 +107,7 @@ _OWN_NAMES = {
     "measure_costs": "runtime",
     "measure_layers": "cutting",
     "measure_memory_levels": "runtime",
+    "pack": "costs",
     "parallelize": "parallel",
     "plan": "planning",
     "record": "runtime",
