@@ -222,18 +222,19 @@ class ParallelModel(Sealed):
         grad_scale: float = 1.0,
         scaler: GradScaler | None = None,
         loss_kwargs: dict[str, Any] | None = None,
+        work: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Run one batch forward and backward; return its mean loss, on every rank.
 
         The arguments are those of the model, for a whole batch, and `target` is what `loss_fn`
         compares the outputs with. `losses` gets the loss of each microbatch, on the rank of the
-        last stage. With `return_outputs`, return the loss and the outputs, which are None on other
-        ranks.
+        last stage. With `return_outputs`, return the loss and the outputs, None on other ranks.
 
         To accumulate the gradients of several batches, give all steps but the last
         `finalize=False`, and all of them a `grad_scale` of one over their number: replicas then
-        reduce gradients once. With a `scaler`, the gradients are multiplied by its scale.
+        reduce gradients once. With a `scaler`, the gradients are multiplied by its scale. With
+        `by_work`, give each microbatch's `work`, the same on all ranks.
         """
         if self.loss_fn is None:
             raise StepError(
@@ -260,6 +261,7 @@ class ParallelModel(Sealed):
             loss_kwargs=loss_kwargs,
             finalize=finalize,
             grad_scale=grad_scale,
+            work=work,
             **kwargs,
         )
         return self._result(found, losses, outputs, return_outputs)

@@ -53,6 +53,7 @@ def parallelize(
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
     output_merge_spec: Any = None,
+    by_work: bool = False,
     compile: bool = False,
     record: bool = False,
     timeout: float = DEFAULT_TIMEOUT_S,
@@ -79,6 +80,8 @@ def parallelize(
 
     `mesh` has a dimension "pp", and may have "dp" for replicas, "fsdp" for parameters that
     fully_shard spreads, with `fsdp_options`, and "tp" for layers that are spread by `tp_plan`.
+
+    With `by_work`, `step` takes the `work` of each microbatch, and runs them in a quicker order.
 
     With `optimizer_in_backward`, which makes an optimizer of named parameters, each stage's
     optimizer steps as soon as the stage's gradients are complete.
@@ -137,6 +140,7 @@ def parallelize(
             loss_weight=loss_weight,
             replica_group=dims.replicas if loss is not None and scale_grads else None,
             on_grads_ready=stepping(optimizers) if optimizers else None,
+            by_work=by_work,
             compile=compile,
             timeout=timeout,
             record=record,

@@ -19,6 +19,7 @@ from penstock.microbatches import merge_chunks
 from penstock.microbatches.loss_weights import (
     LossWeight,
     LossWeights,
+    check_weights,
 )
 from penstock.runtime.auto.auto_pilot import pilot_if_auto
 from penstock.runtime.auto.auto_value import Auto
@@ -28,6 +29,7 @@ from penstock.runtime.connection import Connection
 from penstock.runtime.grad_norm import Clipping, measure_norm
 from penstock.runtime.loss_line import LossLine
 from penstock.runtime.losses import mean_of, weigh_losses
+from penstock.runtime.microbatch_order import WorkOrder, as_given
 from penstock.runtime.pipeline_checks import (
     as_schedule,
     check_count,
@@ -77,6 +79,9 @@ class Pipeline(Sealed):
     With the schedule "auto", or an `Auto(...)` with options, the first steps are measured. The
     other steps run the best schedule that is found for the stages as they are placed.
 
+    With `by_work`, `step` takes the `work` of each microbatch, and the microbatches run in an order
+    in which ranks wait less; losses and outputs come back in the order in which they were given.
+
     With `compile`, the module of each stage is compiled in place, so that its backward can be
     split; `penstock.compile` is for parts of a stage, and takes options.
 
@@ -102,6 +107,7 @@ class Pipeline(Sealed):
         loss_weight: LossWeight | None = None,
         replica_group: dist.ProcessGroup | DeviceMesh | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
+        by_work: bool = False,
         compile: bool = False,
         timeout: float = DEFAULT_TIMEOUT_S,
         record: bool = False,
@@ -147,6 +153,7 @@ class Pipeline(Sealed):
             partial(abandon_step, self._stages),
         )
         self._loss_line = LossLine()
+        self._order = WorkOrder(by_work, self._first.device)
         if compile:
             compile_stages(held)  # Last: where anything above raises, no module is changed.
         self._seal(theirs)
@@ -205,6 +212,7 @@ class Pipeline(Sealed):
         loss_kwargs: dict[str, Any] | None = None,
         finalize: bool = True,
         grad_scale: float = 1.0,
+        work: Sequence[float] | Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run one batch forward and backward; return the outputs on the rank of the last stage.
@@ -217,6 +225,9 @@ class Pipeline(Sealed):
         With `finalize=False`, gradients are left for a later step to complete: replicas do not
         reduce them yet, and `on_grads_ready` is not called. `grad_scale` multiplies the gradients,
         and not the losses; it counts on the rank of the last stage.
+
+        `work` is for pipelines with `by_work`: a number for each microbatch, such as its tokens,
+        the same on all ranks.
         """
         check_grad_scale(grad_scale)
         if finalize is not self._settings.is_final:
@@ -232,6 +243,8 @@ class Pipeline(Sealed):
             return_outputs,
             loss_kwargs,
             grad_scale=grad_scale,
+            work=work,
+            is_step=True,
         )
 
     def eval(
@@ -271,6 +284,7 @@ class Pipeline(Sealed):
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        work: Sequence[float] | Tensor | None = None,
     ) -> list[Any] | None:
         """Run `step` for a batch that is already cut; the outputs are not merged either.
 
@@ -284,6 +298,10 @@ class Pipeline(Sealed):
             if weights is not None:
                 check_takes_weights("weights", self._settings)
             batch = take_microbatches(args, kwargs, targets, loss_kwargs, self.num_microbatches)
+            batch = self._order.arrange(batch, comm, self.schedule.placement, work)
+            if batch.order and weights is not None:
+                known = check_weights(weights, self.num_microbatches)
+                weights = [known[mb] for mb in batch.order]
             loss_weights = self._weigh_losses(
                 batch, self._has_backward, weights=weights, are_cut=False
             )
@@ -348,6 +366,7 @@ class Pipeline(Sealed):
     def close(self) -> None:
         """End the connections to other ranks now; otherwise they end with the last reference."""
         self._loss_line.finish()
+        self._order.finish()
         self._connection.close()
 
     def register_custom_function(self, kind: type[Action], function: CustomFunction) -> None:
@@ -376,6 +395,8 @@ class Pipeline(Sealed):
         *,
         grad_scale: float = 1.0,
         over_replicas: bool = False,
+        work: Sequence[float] | Tensor | None = None,
+        is_step: bool = False,
     ) -> Any:
         args_spec, kwargs_spec, merge_spec = self._specs
         self._recorders.join_block(self._gather)
@@ -390,6 +411,8 @@ class Pipeline(Sealed):
                 args_spec if is_first else None,
                 kwargs_spec,
             )
+            if is_step:
+                batch = self._order.arrange(batch, comm, self.schedule.placement, work)
             loss_weights = LossWeights.alike(self.num_microbatches)
             if has_backward or losses is not None:
                 loss_weights = self._weigh_losses(
@@ -440,8 +463,10 @@ class Pipeline(Sealed):
             recorders=self._recorders.active,
         )
         if losses is not None:
-            losses[:] = step.losses.weighed()
-        return [step.outputs[mb] for mb in sorted(step.outputs)] if step.keeps_outputs else None
+            found = step.losses.weighed()
+            losses[:] = as_given(found, batch.order) if found else found
+        outputs = [step.outputs[mb] for mb in sorted(step.outputs)]
+        return as_given(outputs, batch.order) if step.keeps_outputs else None
 
     def _meet(self, comm: AbstractComm) -> None:
         """Check that all ranks have the same pipeline, and open the channels."""
@@ -451,6 +476,7 @@ class Pipeline(Sealed):
             "loss_fn": "none" if self._settings.loss_fn is None else "given",
             "the cut": self._first.cut or "none",
             "record": bool(self._recorders.active),
+            "by_work": self._order.is_by_work,
         }
         ranks = comm.gather(self._runner.facts(own))
         self._runner.agree(comm, ranks)

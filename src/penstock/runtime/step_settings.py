@@ -1,10 +1,10 @@
 """The batch of a step, and the settings by which a pipeline runs its steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from penstock.ir import Action, StageId
+from penstock.ir import Action, MicrobatchId, StageId
 from penstock.microbatches.loss_weights import LossWeight
 from penstock.stage import PipelineStage
 
@@ -19,6 +19,8 @@ class Batch:
     kwargs: list[dict[str, Any]]
     targets: list[Any]
     loss_kwargs: dict[str, Any]
+    order: Sequence[MicrobatchId] = ()
+    """By microbatch: its number in the batch that the caller gave; empty if it is the same."""
 
 
 @dataclass(frozen=True, slots=True)
