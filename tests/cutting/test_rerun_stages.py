@@ -1,6 +1,7 @@
 """Stages that run the whole model's forward are right, or refuse what would be wrong."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -169,3 +170,74 @@ def test_other_value_of_an_input_is_refused() -> None:
     pieces = cut_between_layers(Scaled(), 2, (tokens, 1.0))
     with pytest.raises(StageError, match=r"input scale is 2\.0, not 1\.0"):
         pieces(tokens, 2.0)
+
+
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "normal_": lambda noise: noise.normal_(),
+    "uniform_": lambda noise: noise.uniform_(),
+    "bernoulli_": lambda noise: noise.bernoulli_(),
+    "random_": lambda noise: noise.random_(8),
+    "out": lambda noise: torch.randn(noise.shape, out=noise),
+    "init": lambda noise: nn.init.normal_(noise),
+    "init by others": lambda noise: nn.init.xavier_uniform_(noise),
+    "init by layers": lambda noise: nn.init.kaiming_uniform_(noise),
+    "dropout": lambda noise: nn.functional.dropout(noise.fill_(1), inplace=True),
+}
+
+
+class DrawnInPlace(Noisy):
+    """As before, but what is drawn is used by the name of the tensor that it is drawn into."""
+
+    def __init__(self, draw: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            noise = torch.empty_like(x)
+            self.draw(noise)
+            x = layer(x + noise, noise)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_random_numbers_drawn_in_place_are_those_of_the_stage_before(
+    draw: Callable[[Tensor], Any],
+) -> None:
+    """Each stage drew its own, unless the result of the call was used."""
+    model = DrawnInPlace(draw).double()
+    tokens = some_tokens()
+    pieces = cut_between_layers(copy.deepcopy(model), LAYERS, (tokens,))
+    torch.testing.assert_close(pieces(tokens), model(tokens), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda noise: noise[0].normal_(), lambda noise: noise.view(-1).normal_()],
+    ids=["a part", "all, by another shape"],
+)
+def test_random_numbers_drawn_into_a_part_of_a_tensor_are_refused(
+    draw: Callable[[Tensor], Any],
+) -> None:
+    model = DrawnInPlace(draw).double()
+    with pytest.raises(PartitionError) as caught:
+        cut_between_layers(model, LAYERS, (some_tokens(),))
+    assert "code between layers draws random numbers into a part of a tensor" in str(caught.value)
+
+
+class GivingNoise(Layers):
+    def forward(self, tokens: Tensor) -> Any:
+        noise = torch.zeros(WIDTH)
+        noise[1:].normal_()
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x), noise
+
+
+def test_output_that_another_stage_draws_a_part_of_is_refused() -> None:
+    pieces = cut_between_layers(GivingNoise(), 2, (some_tokens(),))
+    with pytest.raises(StageError, match="draws random numbers into a part of a tensor, which is"):
+        pieces(some_tokens())

@@ -9,7 +9,6 @@ the model's inputs alone, are computed again, so every stage takes these inputs 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -85,8 +84,11 @@ class RerunStage:
         self.whereabouts.device = device or self.whereabouts.device
         state = self._state = State(received)
         try:
-            with self.watch_draws() if self.watches_draws else nullcontext():
+            if not self.watches_draws:
+                return self._finish(state, forward(**inputs))
+            with self.watch_draws() as draws:
                 output = forward(**inputs)
+            draws.check_unused(output)
             return self._finish(state, output)
         except _Ended:
             return tuple(state.given[spot] for spot in self.given)
