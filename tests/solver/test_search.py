@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from problems import random_problem
-from published_rows import read_rows, search_row
+from published_rows import V_ROW, read_rows, search_row
 
 from fuzzing import IS_LONG
 from penstock import CostTable, Placement, SearchResult, search, simulate
@@ -100,6 +100,15 @@ def test_published_bubbles_are_reached_at_twice_the_memory(row: dict[str, str]) 
 def test_half_of_the_published_bubbles_is_reached_in_a_v(row: dict[str, str]) -> None:
     found = search_row(row, microbatches_held=int(row["p"]), halves=True)
     assert round(found.report.bubble_by_span, 4) <= float(row["zb_1p"]) / 2
+
+
+@pytest.mark.parametrize(("p", "m"), [(16, 48), (24, 96)])
+def test_published_bubble_of_a_v_is_reached_and_proven_to_be_the_best(p: int, m: int) -> None:
+    row = {**V_ROW, "p": str(p), "m": str(m)}
+    found = search_row(row, microbatches_held=p, halves=True)
+    assert 0 == found.gap
+    if (p, m) == (16, 48):
+        assert round(found.report.bubble_by_span, 4) <= float(V_ROW["zb_v"])
 
 
 def test_same_question_gets_the_same_answer() -> None:

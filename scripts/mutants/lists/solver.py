@@ -2,6 +2,7 @@
 
 BOUNDS = "tests/solver/test_bounds.py"
 IN_MEMORY = "tests/solver/test_work_in_memory.py"
+ENDINGS = "tests/solver/test_endings.py"
 EVALUATE = "tests/solver/test_evaluate.py"
 DISPATCH = "tests/solver/test_dispatch.py"
 ANNEAL = "tests/solver/test_anneal.py"
@@ -86,6 +87,21 @@ MUTANTS = [
         "pending",
         IN_MEMORY,
     ),
+    # New endings.
+    ("solver/endings.py", "latest = min(latest, own)", "latest = own", ENDINGS),
+    (
+        "solver/endings.py",
+        "if stage == stages[0] else -inf",
+        "if stage == stages[-1] else -inf",
+        ENDINGS,
+    ),
+    (
+        "solver/endings.py",
+        "        for stage in reversed(stages):\n            code = 4 * stage + INPUT",
+        "        for stage in stages:\n            code = 4 * stage + INPUT",
+        ENDINGS,
+    ),
+    ("solver/endings.py", "return max(index for", "return -1 + max(index for", ENDINGS),
     # Times and memory of orders.
     (
         "solver/evaluation.py",

@@ -38,6 +38,13 @@ def lower_bound(problem: Problem) -> float:
     return max(_one_rank(work, rank, heads, tails) for rank in range(problem.num_ranks))
 
 
+def latest_inputs(problem: Problem, target: float) -> list[list[float]]:
+    """Return when I must start at the latest for an end at `target`, by stage and microbatch."""
+    work = _Amount(problem)
+    tails = _Tails(work).input
+    return [[target - work.input[stage] - tail for tail in row] for stage, row in enumerate(tails)]
+
+
 class _Amount:
     """The least time that actions take, and the limits that memory puts on their order.
 

@@ -16,9 +16,10 @@ from penstock.passes.held_memory import ROUNDING
 from penstock.schedules.generator import Clock
 from penstock.sim import simulate
 from penstock.solver.annealing import anneal
-from penstock.solver.bounds import lower_bound
+from penstock.solver.bounds import latest_inputs, lower_bound
 from penstock.solver.dispatch_policies import grid, vary
 from penstock.solver.dispatching import Policy, dispatch
+from penstock.solver.endings import finish
 from penstock.solver.evaluation import evaluate, peak_memory
 from penstock.solver.gathered_search import (
     SAFE,
@@ -48,6 +49,7 @@ from penstock.solver.search_result import SearchResult, Tried
 from penstock.solver.sequences import begin_with, with_sequence
 from penstock.timeline import Report
 
+_ENDINGS = "endings"
 _FAR_BEHIND = 1.05  # A placement this much slower than the best is dropped.
 _NUM_SEQUENCES = 2  # The number of best sequences for which policies vary, if microbatches differ.
 _NUM_STARTS = 4  # The number of best orders from which walks start.
@@ -181,12 +183,16 @@ class _Search:
         return Found([*self._simulated, *others], self._is_complete)
 
     def _try_all(self) -> None:
-        """Try [1] registered schedules, [2] policies, [3] variations of the best, [4] moves."""
+        """Try [1] registered schedules, [2] policies, [3] variations of the best, [4] moves.
+
+        After [1] and [3], the best get new endings.
+        """
         for problem in self._problems:
             if problem.may_recompute:
                 self._try_recomputed(problem)
             else:
                 self._try_registered(problem)
+                self._try_endings(problem)
         policies = [(problem, self._try_policies(problem)) for problem in self._problems]
         best = min((candidate.time for candidate in self._best), default=inf)
         varied: Counter[Placement] = Counter()
@@ -196,6 +202,7 @@ class _Search:
             if policy is not None and is_close and varied[problem.placement] < _NUM_SEQUENCES:
                 varied[problem.placement] += 1
                 self._try_nearby(problem, policy)
+                self._try_endings(problem)
         self._try_moves()
 
     def _try_registered(self, problem: Problem) -> None:
@@ -240,6 +247,24 @@ class _Search:
         if fits:
             self._registered.append((schedule, report))
         return fits, took
+
+    def _try_endings(self, problem: Problem) -> None:
+        """Make the ends of the best orders anew, as if the bound could be reached."""
+        if problem.may_recompute or self._is_over(problem):
+            return
+        best = sorted((one for one in self._best if one.problem is problem), key=_time)
+        latest = latest_inputs(problem, self._goal(problem))
+        found: list[_Candidate] = []
+        for start in best[:_NUM_STARTS]:
+            if all(code & 3 != FULL for order in start.orders for code in order):
+                orders = finish(problem, start.orders, latest)
+                if orders is not None:
+                    found.append(self._rate(_ENDINGS, problem, orders))
+        if found:
+            fastest = min(found, key=_time)
+            self._note(fastest, len(found))
+            if fastest.time < best[0].time:
+                self._best.append(fastest)
 
     def _try_policies(self, problem: Problem) -> Policy | None:
         """Return the best policy of the grid; keep the best orders for each preference."""
@@ -297,7 +322,8 @@ class _Search:
         """Walk from several of the best orders, and finally from the best of all."""
         starts: list[_Candidate] = []
         for candidate in sorted(self._best, key=lambda candidate: candidate.cost):
-            is_new = all(not candidate.is_same(other) for other in starts)
+            # An ending is like the orders it was made for; the last walks begin with the best.
+            is_new = candidate.name != _ENDINGS and not any(map(candidate.is_same, starts))
             if len(starts) < _NUM_STARTS and is_new:
                 starts.append(candidate)
         walks: list[tuple[_Candidate | None, float, float]] = [
