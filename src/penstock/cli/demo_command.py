@@ -12,10 +12,11 @@ from penstock.cli.screen import console
 from penstock.errors import OptionError
 from penstock.extras import needed_by
 from penstock.schedules import get
+from penstock.schedules.given_shape import is_auto
 from penstock.training.choices import Data, check_run
 from penstock.training.gpt_sizes import GptConfig
 from penstock.training.launching import is_worker
-from penstock.training.orders import AUTO, is_file
+from penstock.training.orders import is_file
 from penstock.training.settings import TrainConfig
 
 BASELINE = "1F1B"
@@ -67,8 +68,7 @@ def _configs(
     steps: int, schedule: str, ranks: int, microbatches: int, folder: Path
 ) -> list[TrainConfig]:
     """Return configs of the same training by two schedules."""
-    is_auto = schedule.lower() == AUTO
-    if is_auto or (not is_file(schedule) and get(schedule).name == BASELINE):
+    if is_auto(schedule) or (not is_file(schedule) and get(schedule).name == BASELINE):
         raise OptionError(
             f"--schedule is {schedule}, but {BASELINE} must be compared with another, fixed "
             'schedule. Give its name, such as ZB-V; "penstock list" lists them all.'

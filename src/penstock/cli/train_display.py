@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.screen import console
+from penstock.schedules.given_shape import is_auto
 from penstock.solver.registered_schedules import registered
 from penstock.training.log_sinks import figures_of
-from penstock.training.orders import AUTO, choose_orders
+from penstock.training.orders import choose_orders
 from penstock.training.saved import step_folder
 from penstock.training.settings import TrainConfig
 
@@ -219,7 +220,7 @@ def summarise(config: TrainConfig, trained: "Trained") -> str:
 def _describe_schedule(config: TrainConfig, trained: "Trained") -> str:
     bubbles = [done.seen.bubble for done in trained.steps if done.seen is not None]
     measured = f", bubble {bubbles[-1]:.1%} (measured)" if bubbles and bubbles[-1] else ""
-    if config.schedule.lower() != AUTO:
+    if not is_auto(config.schedule):
         return f"schedule {config.schedule}{measured}"
     known = registered(trained.schedule.placement, trained.schedule.num_microbatches)
     found = next(

@@ -34,7 +34,6 @@ from penstock.parallel.joining import join_ranks
 from penstock.parallel.parallel_model import ParallelModel
 from penstock.parallel.parallelizing import parallelize
 from penstock.parallel.trainer_parts import (
-    IGNORED,
     align_tokens,
     causal_models,
     described,
@@ -46,6 +45,7 @@ from penstock.parallel.trainer_parts import (
 )
 from penstock.parallel.trainer_refusals import check_arguments, check_model, check_options
 from penstock.runtime import Auto
+from penstock.runtime.own_loss import IGNORED
 
 with needed_by(
     "PipelineTrainer", ["transformers", "accelerate"], extra="hf", error=PretrainedError

@@ -6,8 +6,7 @@ from penstock import schedules
 from penstock.errors import ScheduleError
 from penstock.ir import Placement, Schedule
 from penstock.runtime import Auto
-
-AUTO = "auto"
+from penstock.schedules.given_shape import find_mismatch, is_auto, placement_of_auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,10 @@ def choose_schedule(
     count = default_microbatches(num_ranks, batch_size)
     if num_microbatches is not None:
         count = num_microbatches
-    if isinstance(schedule, str) and schedule.lower() == AUTO:
+    if is_auto(schedule):
         schedule = Auto()
     if isinstance(schedule, Auto):
-        # In a V, rank 0 has the first and last stages, so no rank only waits.
-        per_rank = 2 if stages_per_rank is None else stages_per_rank
-        return Choice(Placement.v(num_ranks, stages_per_rank=per_rank), schedule, count)
+        return Choice(placement_of_auto(num_ranks, stages_per_rank), schedule, count)
     made = schedules.get(schedule)(
         num_ranks=num_ranks, num_microbatches=count, stages_per_rank=stages_per_rank
     )
@@ -61,15 +58,16 @@ def _given(
     num_microbatches: int | None,
     stages_per_rank: int | None,
 ) -> Choice:
-    per_rank = schedule.num_stages // schedule.num_ranks
-    for name, given, found in (
-        ("the number of ranks", num_ranks, schedule.num_ranks),
-        ("num_microbatches", num_microbatches, schedule.num_microbatches),
-        ("stages_per_rank", stages_per_rank, per_rank),
-    ):
-        if given is not None and given != found:
-            raise ScheduleError(
-                f"{name} is {given}, but the schedule is for {found}. Make the schedule for that "
-                "number, or give the name of one, such as schedule='ZB-V'."
-            )
+    wrong = find_mismatch(
+        schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        stages_per_rank=stages_per_rank,
+    )
+    if wrong is not None:
+        name = "the number of ranks" if wrong.name == "num_ranks" else wrong.name
+        raise ScheduleError(
+            f"{name} is {wrong.given}, but the schedule is for {wrong.found}. Make the schedule "
+            "for that number, or give the name of one, such as schedule='ZB-V'."
+        )
     return Choice(schedule.placement, schedule, schedule.num_microbatches)

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.parallel.adapters import is_of_peft
-
-IGNORED = -100
-"""A label that does not count."""
+from penstock.runtime.own_loss import IGNORED
 
 
 @dataclass(frozen=True, slots=True)

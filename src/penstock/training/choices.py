@@ -9,10 +9,11 @@ from typing import Any
 
 from penstock.errors import OptionError
 from penstock.extras import needed_by
+from penstock.schedules.given_shape import is_auto
 from penstock.training.documents import Documents, read_documents
 from penstock.training.launching import is_worker
 from penstock.training.model_sources import HuggingFaceModel, find_model
-from penstock.training.orders import AUTO, choose_orders, is_file, read_schedule
+from penstock.training.orders import choose_orders, is_file, read_schedule
 from penstock.training.saved import check_folder, check_same, digests_of, find_latest
 from penstock.training.settings import TrainConfig, option_of
 
@@ -108,7 +109,7 @@ def check_run(config: TrainConfig) -> Data:
     for name in ("record", "log"):
         if getattr(config, name):
             _check_file(name, Path(getattr(config, name)))
-    if config.record and config.schedule.lower() == AUTO and config.steps - first < 2:
+    if config.record and is_auto(config.schedule) and config.steps - first < 2:
         raise OptionError(
             "--record is given for a single step with --schedule auto. Its first step counts "
             "memory and is not recorded. Train for more --steps, or with another --schedule."

@@ -14,12 +14,13 @@ from penstock.cutting import Balanced, CutModel, cut_any
 from penstock.errors import OptionError
 from penstock.ir import Rank
 from penstock.parallel import ParallelModel, Pretrained, load_pretrained, parallelize
+from penstock.schedules.given_shape import AUTO
 from penstock.stage import Group
 from penstock.training.forecast import Forecast, check_fits, forecast
 from penstock.training.gpt import cut, initialise
 from penstock.training.gpt_sizes import GptConfig
 from penstock.training.model_sources import HuggingFaceModel, OwnModel
-from penstock.training.orders import AUTO, Orders
+from penstock.training.orders import Orders
 from penstock.training.settings import TrainConfig
 from penstock.training.token_loss import next_token_loss
 from penstock.user_code import errors_in_one_line, load_function

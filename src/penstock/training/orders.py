@@ -6,11 +6,10 @@ from pathlib import Path
 from penstock import schedules
 from penstock.errors import OptionError, ScheduleError
 from penstock.ir import Placement, Schedule
+from penstock.schedules.given_shape import find_mismatch, is_auto, placement_of_auto
 from penstock.training.checks import check_size
 from penstock.training.gpt_sizes import GptConfig
-from penstock.training.settings import TrainConfig
-
-AUTO = "auto"
+from penstock.training.settings import TrainConfig, option_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,9 @@ class Orders:
 def choose_orders(config: TrainConfig) -> Orders:
     """Return the schedule of the options; raise an error if it cannot train the model."""
     check_size(config.num_ranks, config.num_microbatches)
-    if config.schedule.lower() == AUTO:
-        orders = Orders(_placement_for_auto(config), None, config.num_microbatches)
+    if is_auto(config.schedule):
+        placement = placement_of_auto(config.num_ranks, config.stages_per_rank)
+        orders = Orders(placement, None, config.num_microbatches)
     else:
         schedule = _read(config) if is_file(config.schedule) else _make(config)
         schedule.verify()
@@ -47,12 +47,6 @@ def choose_orders(config: TrainConfig) -> Orders:
 def is_file(name: str) -> bool:
     """Return whether a schedule is given as a file."""
     return name.lower().endswith(".csv")
-
-
-def _placement_for_auto(config: TrainConfig) -> Placement:
-    """Return a V: rank 0 has the first and last stages, so no rank only waits."""
-    per_rank = 2 if config.stages_per_rank is None else config.stages_per_rank
-    return Placement.v(config.num_ranks, stages_per_rank=per_rank)
 
 
 def _make(config: TrainConfig) -> Schedule:
@@ -81,17 +75,17 @@ def read_schedule(path: str) -> Schedule:
 
 def _read(config: TrainConfig) -> Schedule:
     schedule = read_schedule(config.schedule)
-    held = schedule.num_stages // schedule.num_ranks
-    for name, given, found in (
-        ("ranks", config.num_ranks, schedule.num_ranks),
-        ("microbatches", config.num_microbatches, schedule.num_microbatches),
-        ("stages-per-rank", config.stages_per_rank or held, held),
-    ):
-        if given != found:
-            raise OptionError(
-                f"--{name} is {given}, but the schedule in {config.schedule} is for {found}. "
-                "Leave it out, or give another schedule."
-            )
+    wrong = find_mismatch(
+        schedule,
+        num_ranks=config.num_ranks,
+        num_microbatches=config.num_microbatches,
+        stages_per_rank=config.stages_per_rank,
+    )
+    if wrong is not None:
+        raise OptionError(
+            f"--{option_of(wrong.name)} is {wrong.given}, but the schedule in {config.schedule} is "
+            f"for {wrong.found}. Leave it out, or give another schedule."
+        )
     return schedule
 
 

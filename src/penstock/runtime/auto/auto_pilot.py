@@ -40,6 +40,7 @@ from penstock.runtime.measuring.measuring_steps import (
 )
 from penstock.runtime.measuring.observer import UNWATCHED, Observer
 from penstock.runtime.messages.forms import Form
+from penstock.schedules.given_shape import is_auto
 from penstock.sim.simulator import duration
 from penstock.solver.safe_schedules import safe_schedule
 
@@ -217,7 +218,7 @@ def pilot_if_auto(
     find_peers: Callable[[], Peers],
 ) -> Schedule | str | AbstractPilot:
     """Return a pilot for "auto" and for an `Auto(...)`; any other schedule as it is."""
-    if isinstance(schedule, str) and schedule.lower() == "auto":
+    if is_auto(schedule):
         schedule = Auto()
     if not isinstance(schedule, Auto):
         return schedule
