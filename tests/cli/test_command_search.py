@@ -176,6 +176,17 @@ def test_search_as_json_has_the_schedule_and_what_was_tried() -> None:
     assert "1F1B" in [tried["name"] for tried in facts["tried"]]
 
 
+def test_search_recomputes_if_it_is_asked_to() -> None:
+    shape = ("search", "-m", 6, "--placement", "linear", "--memory", 2, "--effort", 0.1, "--json")
+    plain, found = (
+        json.loads("\n".join(run(*shape, *flag).lines)) for flag in ((), ("--recompute",))
+    )
+    assert "R" not in plain["schedule"]
+    assert "R" in found["schedule"]
+    assert found["time"] < plain["time"]
+    assert found["lower_bound"] <= found["time"]
+
+
 def test_search_prints_the_schedule_alone_into_a_pipe() -> None:
     ran = run("search", "-m", 4, "-o", "-")
     assert (4, 4) == (len(ran.lines), Schedule.from_csv(ran.out).num_microbatches)

@@ -1,5 +1,7 @@
 """Plans for stages that are given with their costs."""
 
+from dataclasses import replace
+
 import pytest
 
 import penstock
@@ -34,6 +36,7 @@ def test_costs_scale_with_the_size_of_a_microbatch_and_overhead_does_not() -> No
     assert (2.0, 2.0) == costs.backward_input
     assert (0.5, 0.5) == costs.backward_weight  # No more than all of it is overhead.
     assert (3.0, 3.0) == costs.backward
+    assert (1.5, 1.5) == costs.recompute
     assert (2.0, 2.0) == costs.after_forward
     assert (1.0, 1.0) == costs.after_input
     assert ((0.25,), (4.0,), (16.0,), 0.5) == (
@@ -86,3 +89,17 @@ def test_memory_is_for_activations() -> None:
 def test_stages_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(ScheduleError, match="3 stages, which cannot be divided evenly among 2"):
         penstock.plan(table(3), 2, batch=4, mb_size=1)
+
+
+def test_forwards_are_recomputed_if_the_costs_say_what_that_needs() -> None:
+    costs = replace(table(4), after_dropping=(0.5,) * 4)
+    options = {"batch": 8, "mb_size": 1, "microbatches": 8, "effort": EFFORT, "memory": 8.0}
+    plain, best = (penstock.plan(one, 4, **options).best for one in (table(4), costs))
+    assert "R" not in plain.schedule.to_csv()
+    assert "R" in best.schedule.to_csv()
+    assert best.time < plain.time
+    # A microbatch holds 8 on both stages of a rank, unless it is dropped on the first.
+    short = options | {"memory": 7.0}
+    with pytest.raises(ScheduleError, match=r"memory is 7 on each rank\. The smallest found"):
+        penstock.plan(table(4), 2, **short)
+    assert "R" in penstock.plan(costs, 2, **short).best.schedule.to_csv()

@@ -1,6 +1,7 @@
 """What is chosen for given costs and memory, and the schedule that runs before."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -131,3 +132,13 @@ def test_memory_in_which_one_microbatch_does_not_fit_is_rejected() -> None:
 def test_memory_is_told_in_a_unit_that_fits(num_bytes: float, expected: str) -> None:
     told = str(Outlook(step_s=0.25, bubble=0.125, peak_memory=num_bytes))
     assert f"250 ms a step, bubble 12.5%, memory {expected}" == told
+
+
+def test_forwards_are_recomputed_if_the_costs_say_what_that_needs() -> None:
+    safe = safe_schedule(Placement.linear(4), 8)
+    measured = CostTable.uniform(4, after_forward=10.0, after_input=4.0, after_dropping=10.0)
+    known = replace(measured, after_dropping=(1.0,) * 4)
+    plain, found = (choose_next(costs, safe, [20.0] * 4, seconds=5) for costs in (measured, known))
+    assert "R" not in plain.schedule.to_csv()
+    assert "R" in found.schedule.to_csv()
+    assert found.after.step_s < plain.after.step_s

@@ -68,6 +68,13 @@ def search(
     work: WorkText = None,
     gather_costs: GatherCosts = None,
     gathers: GathersOrAuto = None,
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute",
+            help="Recompute forwards for their backwards where that saves time within the memory.",
+        ),
+    ] = False,
     memory: Memory = None,
     placement: Annotated[
         list[PlacementName] | None,
@@ -93,6 +100,7 @@ def search(
     penstock search -p 4 -m 8 --placement v --delay 0.1 -o best.csv
     penstock search -p 4 -m 16 --costs costs.json --memory 8GiB --json
     penstock search -p 4 -m 8 --gathers auto --gather-costs 0.5,0.5,2 --memory 6
+    penstock search -p 4 -m 8 --recompute --memory 2
     """
     if as_json and output == PIPE:
         raise OptionError("--json and --output - would both print. Give one of them.")
@@ -104,7 +112,7 @@ def search(
     groups = _placements(chosen, num_ranks, stages_per_rank, placement or [])
     caps = to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
     with sign_of_life("Searching"):
-        question = Question(chosen, num_ranks, num_microbatches, caps, clock, policy)
+        question = Question(chosen, num_ranks, num_microbatches, caps, clock, policy, recompute)
         found = find_best(question, groups, seconds=seconds, effort=effort)
         advice = advise_on(question, found, groups, seconds=seconds / 4, effort=effort)
     if output is not None:

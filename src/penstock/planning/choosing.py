@@ -13,6 +13,7 @@ from penstock.ir import Placement
 from penstock.planning.stage_sources import Choice
 from penstock.solver import Problem, SearchResult, lower_bound, search
 from penstock.solver.placement_choices import describe
+from penstock.solver.problem import check_recompute
 
 LOGGER = logging.getLogger("penstock")
 _QUICK_EFFORT = 0.02
@@ -144,13 +145,20 @@ class _Planning:
             placements=[choice.placement],
             seconds=max(seconds, _LEAST_S),
             effort=effort * self._limits.effort,
+            recompute="auto",
         )
         self.is_complete &= result.is_complete
         return Found(choice, result)
 
 
 def _problem(choice: Choice) -> Problem:
-    return Problem.of(choice.costs, choice.placement, choice.num_microbatches, memory=choice.caps)
+    return Problem.of(
+        choice.costs,
+        choice.placement,
+        choice.num_microbatches,
+        memory=choice.caps,
+        recompute=check_recompute("auto", choice.costs),
+    )
 
 
 def _has_one_level(found: Found) -> bool:

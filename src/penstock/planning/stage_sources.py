@@ -13,6 +13,7 @@ from penstock.partition import Partition
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver import Problem
 from penstock.solver.placement_choices import default_placements
+from penstock.solver.problem import check_recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class TableSource(AbstractSource):
             backward_input=self._scale(table.backward_input, factor),
             backward_weight=self._scale(table.backward_weight, factor),
             backward=self._scale(table.backward, factor),
+            recompute=self._scale(table.recompute, factor),
             **{name: [held * factor for held in getattr(table, name)] for name in HELD},
             delay=[max(delay, request.delay) for delay in table.delay],
             message_bytes=[size * factor for size in table.message_bytes],
@@ -163,7 +165,8 @@ def choose_stages(
 
 def least_memory(costs: CostTable, placement: Placement) -> float:
     """Return the memory per rank with which one microbatch at a time fits."""
-    return max(Problem.of(costs, placement, 1).smallest_caps)
+    recompute = check_recompute("auto", costs)
+    return max(Problem.of(costs, placement, 1, recompute=recompute).smallest_caps)
 
 
 def placements(num_ranks: int, stages_per_rank: Sequence[int]) -> list[Placement]:

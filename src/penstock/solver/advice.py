@@ -14,6 +14,7 @@ from penstock.errors import ScheduleError
 from penstock.ir import Placement
 from penstock.sim import simulate
 from penstock.solver.gathered_search import GatherChoice
+from penstock.solver.problem import check_recompute
 from penstock.solver.search_result import SearchResult
 from penstock.solver.searching import search
 
@@ -100,7 +101,7 @@ def advise(
     if asked.memory is not None and uncapped >= _LEAST_GAIN:
         doubled = tuple(2 * cap for cap in asked.memory)
         helps.append(Help("twice the memory", brief.gain(replace(asked, memory=doubled))))
-        if not asked.recompute and any(asked.costs.after_dropping):
+        if not asked.recompute and check_recompute("auto", asked.costs):
             again = brief.gain(replace(asked, recompute=True))
             helps.append(Help("forwards that are recomputed", again))
     if costs_in_v is not None and asked.costs.num_stages == asked.placement.num_ranks:

@@ -32,6 +32,7 @@ def find_best(
                     seconds=seconds / len(groups),
                     effort=effort,
                     gathers=question.gathers,
+                    recompute=question.recompute,
                 )
             )
         except ScheduleError as error:  # Nothing with these placements fits.

@@ -385,6 +385,10 @@ class Problem:
         is_linear = self.num_stages == self.num_ranks
         return any(self.costs.transfer) or (not is_linear and len(set(self.costs.delay)) > 1)
 
+    def saves_by_dropping(self, stage: int) -> bool:
+        """Return whether a forward of `stage` holds less if it is recomputed."""
+        return self.recomputing[stage].net > 0
+
     def recomputation(self, stage: int, mb: int) -> Code:
         """Return the code of the recomputation of a microbatch."""
         return 4 * (self.num_stages * (mb + 1) + stage) + WEIGHT
@@ -434,7 +438,7 @@ def nothing_fits(problems: Sequence[Problem]) -> ScheduleError:
     cap, needed = in_full(problem.caps[rank]), in_full(problem.smallest_caps[rank])
     least = max(problem.smallest_caps)
     dropped = max(replace(problem, may_recompute=True).smallest_caps)
-    is_known = any(problem.costs.after_dropping)
+    is_known = _knows_dropping(problem.costs)
     hint = f" With recompute=True, {in_full(dropped)} is enough." * (is_known and dropped < least)
     return ScheduleError(
         f"Nothing fits: rank {rank} may hold {cap}, but one microbatch on its stages "
@@ -452,10 +456,16 @@ def in_full(value: float) -> str:
 def check_recompute(recompute: RecomputeChoice, costs: CostTable) -> bool:
     """Return whether forwards may be recomputed."""
     if recompute == "auto":
-        return any(costs.after_dropping) and costs.num_microbatches is None
+        return costs.num_microbatches is None and _knows_dropping(costs)
     if not isinstance(recompute, bool):
         raise ScheduleError(f"recompute is {recompute!r}. Expected True, False or 'auto'.")
     return recompute
+
+
+def _knows_dropping(costs: CostTable) -> bool:
+    """Return whether costs say what a dropped forward holds; where none was measured, all is."""
+    pairs = zip(costs.after_dropping, costs.after_forward, strict=True)
+    return any(0 < dropped < kept for dropped, kept in pairs)
 
 
 def _refuse_scales(costs: CostTable) -> None:

@@ -22,6 +22,8 @@ class Question:
     clock: Clock
     gathers: GatherChoice | None = None
     """The policy of gathers; None leaves schedules as they are."""
+    recompute: bool = False
+    """True if searches may recompute forwards."""
 
     def problem(self, placement: Placement) -> Problem:
         """Return the problem for schedules with this placement."""

@@ -126,6 +126,7 @@ def _kept_at(problem: Problem, order: Order, position: int) -> list[InFlight]:
         mb = backwards[stage]
         backwards[stage] += 1
         is_in_flight = index > position and mb < forwards[stage]
+        is_in_flight &= problem.saves_by_dropping(stage)
         if is_in_flight and problem.recomputation(stage, mb) not in dropped:
             found.append(InFlight(stage, mb, index))
     return found

@@ -113,8 +113,9 @@ class _Dispatch:
     def _fitting_forward(self, code: Code, rank: int, stage: int) -> Code | None:
         index, dropped = self.forwards[stage], self.dropped[stage]
         num_kept = index - self.inputs[stage] - len(dropped)
-        wants_drop = num_kept >= self.keeps[stage] and self.room[rank] < inf
-        for drops in (wants_drop, not wants_drop):
+        may_drop = self.room[rank] < inf and self.problem.saves_by_dropping(stage)
+        wants_drop = num_kept >= self.keeps[stage]
+        for drops in (wants_drop, not wants_drop) if may_drop else (False,):
             if drops:
                 dropped.append(index)
             if self._fits(code, rank):

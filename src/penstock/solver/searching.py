@@ -94,8 +94,8 @@ def search(
 
     With `recompute`, forwards may be run again for their backwards, where that saves time within
     `memory`: the search decides for which stages and microbatches, and when. No registered schedule
-    that fits is faster if all of its forwards are recomputed. `"auto"` is True if the costs have
-    `after_dropping`, and False if it is zero on all stages.
+    that fits is faster if all of its forwards are recomputed. `"auto"` is True if the costs say
+    what a dropped forward holds: if `after_dropping` is between zero and `after_forward` somewhere.
 
     >>> costs = CostTable(
     ...     forward=[2, 2, 2, 3], backward_input=[2, 2, 2, 3], backward_weight=[1, 1, 1, 2]

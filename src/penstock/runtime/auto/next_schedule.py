@@ -69,6 +69,7 @@ def choose_next(
         memory=memory,
         placements=[placement],
         seconds=seconds,
+        recompute="auto",
     )
     found.schedule.verify(costs=costs, memory=memory)
     before, after = Outlook.of(safe, costs), Outlook.of(found.schedule, costs)
