@@ -1,5 +1,6 @@
 """A training is saved, and goes on with another number of ranks."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -387,3 +388,41 @@ def test_state_of_the_same_kind_of_optimizer_is_loaded(
                 assert torch.equal(value, other.state[weight][name])
 
     on_cut_ranks(1, run, make_decoder())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weights: torch.optim.AdamW(weights, lr=0.01),
+        lambda weights: torch.optim.SGD(weights, 0.01, momentum=0.9),
+    ],
+    ids=["AdamW", "SGD"],
+)
+def test_state_gets_the_dtype_of_the_model_that_loads_it(
+    make: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Steps of AdamW failed, and those of SGD mixed dtypes."""
+
+    def save(pipe: Pipe) -> Any:
+        optimizer = make(pipe.parameters())
+        train(pipe, optimizer, range(1))
+        pipe.save(tmp_path / "state", optimizer)
+        return optimizer.state_dict()
+
+    def load(pipe: Pipe) -> Any:
+        optimizer = make(pipe.parameters())
+        pipe.load(tmp_path / "state", optimizer)
+        found = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(pipe.state_dict())
+        train(pipe, optimizer, range(1))
+        return found
+
+    [saved] = on_cut_ranks(1, save, make_decoder().float())
+    [(state, weights)] = on_cut_ranks(1, load, make_decoder().to(dtype))
+    assert {dtype} == {value.dtype for value in weights.values()}
+    whole = make([nn.Parameter(value) for value in weights.values()])
+    whole.load_state_dict(saved)
+    for number, expected in whole.state_dict()["state"].items():
+        for kind, value in expected.items():
+            assert value.dtype == state["state"][number][kind].dtype
+            assert torch.equal(value, state["state"][number][kind])

@@ -194,8 +194,13 @@ def _checked(name: str, parameter: nn.Parameter, kind: str, value: Any) -> Tenso
 def _empty_state(
     stored: Mapping[str, Any], name: str, parameter: nn.Parameter, is_on_device: bool
 ) -> dict[str, Tensor]:
-    """Return tensors for the state of one parameter, with the shapes that were saved."""
+    """Return tensors for the state of one parameter, with the shapes that were saved.
+
+    What had the dtype of the weight has that of the parameter, as in `load_state_dict` of torch.
+    """
     prefix, state = _key(name, ""), {}
+    weight = stored.get(f"model.{name}")
+    had = weight.properties.dtype if isinstance(weight, TensorStorageMetadata) else None
     device = parameter.device if is_on_device else torch.device("cpu")
     for key, kept in stored.items():
         kind = key.removeprefix(prefix)
@@ -203,6 +208,7 @@ def _empty_state(
         if key.startswith(prefix) and "." not in kind and isinstance(kept, TensorStorageMetadata):
             dtype = kept.properties.dtype
             if kept.size == parameter.shape and parameter.dim() > 0:
+                dtype = parameter.dtype if dtype == had else dtype
                 state[kind] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             else:
                 state[kind] = torch.zeros(kept.size, dtype=dtype, device=device)
