@@ -100,6 +100,11 @@ def grads_of_whole(model: Any, num_microbatches: int = 4) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def cut_in_two(pretrained: Pretrained) -> penstock.CutModel:
-    tokens = make_tokens()[:2]
-    return penstock.cut(pretrained.model, (tokens,), split_policy=penstock.Balanced(2))
+def cut_in_two(made: nn.Module | Pretrained) -> penstock.CutModel:
+    model = made.model if isinstance(made, Pretrained) else made
+    return penstock.cut(model, (make_tokens()[:2],), split_policy=penstock.Balanced(2))
+
+
+def cut_once(made: nn.Module | Pretrained) -> dict[str, Any]:
+    """Options of `parallelize` for two ranks that share one trace, which is slow."""
+    return {"schedule": "1F1B", "cut": cut_in_two(made)}

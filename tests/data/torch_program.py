@@ -1,6 +1,6 @@
 """A program for torch.distributed.pipelining, which knows nothing of Penstock.
 
-It trains stages of plain modules by the schedule that it is told, and prints losses and gradients.
+It trains stages of plain modules by each schedule that it is told, and prints losses and gradients.
 """
 
 import sys
@@ -25,8 +25,7 @@ def make_module(index: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
 
-def main(name: str) -> None:
-    dist.init_process_group("gloo")
+def train(name: str) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     kind = get_schedule_class(name)
     is_single = issubclass(kind, PipelineScheduleSingle)
@@ -51,10 +50,12 @@ def main(name: str) -> None:
         schedule.step(*args, target=x.roll(1, 1) if has_last else None, losses=losses)
         norm = torch.stack([weight.grad.norm() for weight in parameters]).norm().item()
         loss = "" if losses is None else f" loss {torch.stack(losses).mean().item():.5f}"
-        sys.stdout.write(f"rank {rank} step {step} norm {norm:.5f}{loss}\n")
+        sys.stdout.write(f"{name} rank {rank} step {step} norm {norm:.5f}{loss}\n")
         optimizer.step()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    dist.init_process_group("gloo")
+    for schedule in sys.argv[1:]:
+        train(schedule)
+    dist.destroy_process_group()

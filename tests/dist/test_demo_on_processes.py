@@ -1,8 +1,6 @@
 """`penstock demo` through its real entry point."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 
 from limits import PROCESS_S
 from penstock import Recording
-from process_marks import marked, processes_with
 
 pytestmark = pytest.mark.dist
 
@@ -38,25 +35,3 @@ def test_demo_trains_and_shows_both_schedules(tmp_path: Path) -> None:
     assert figures[0]["losses"] == figures[1]["losses"]
     for name, stages in (("baseline.json", 2), ("run.json", 4)):
         assert stages == Recording.load(tmp_path / "demo" / name).schedule.num_stages
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
-    with marked() as (mark, environment):
-        process = subprocess.Popen(
-            [*PENSTOCK, "demo", "--steps=1000000", f"--folder={tmp_path}"],
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # What a shell starts in the background ignores interrupts, and so do its children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert process.stdout.readline().startswith("step   1")
-        process.send_signal(signal.SIGINT)
-        # The pipe of the output ends only when the last of them has.
-        _, errors = process.communicate(timeout=PROCESS_S)
-        assert {} == processes_with(mark)
-    assert (130, "interrupted\n") == (process.returncode, errors)

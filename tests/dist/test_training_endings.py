@@ -1,7 +1,7 @@
-"""A training that is ended or killed ends on all ranks, and leaves no process behind.
+"""A training that is interrupted, ended or killed ends on all ranks, and leaves no process behind.
 
-tests/dist/test_demo_on_processes.py interrupts a command, which the same launcher serves;
-tests/cli/test_train_command.py has what `penstock train` then adds.
+`penstock demo` has the same launcher. tests/cli/test_train_command.py has what `penstock train`
+says besides.
 """
 
 import json
@@ -36,6 +36,8 @@ def endless_training() -> Iterator[tuple[subprocess.Popen[str], str]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # What a shell starts in the background ignores interrupts, and so do its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         assert process.stdout is not None
         assert 1 == json.loads(process.stdout.readline())["step"]
@@ -43,15 +45,22 @@ def endless_training() -> Iterator[tuple[subprocess.Popen[str], str]]:
     process.communicate(timeout=PROCESS_S)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_end_of_the_command_leaves_no_process(signum: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("signum", "code", "said"),
+    [
+        (signal.SIGINT, 130, "interrupted\n"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGKILL, -9, ""),
+    ],
+)
+def test_end_of_the_command_leaves_no_process(signum: int, code: int, said: str) -> None:
     with endless_training() as (process, mark):
         assert 3 == len(processes_with(mark))
         process.send_signal(signum)
         # The pipe of the output ends only when the last of them has.
         _, errors = process.communicate(timeout=PROCESS_S)
         assert {} == processes_with(mark)
-    assert (code, "") == (process.returncode, errors)
+    assert (code, said) == (process.returncode, errors)
 
 
 def test_rank_that_is_killed_ends_all_with_its_name() -> None:

@@ -48,11 +48,13 @@ def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 
 def build(directory: Path) -> str:
-    """Build the site as `make docs` does; return what was printed, and how it ended."""
+    """Build the site as `make docs` does, without its index for searching and its formatted
+    signatures; return what was printed, and how it ended."""
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", directory],
         cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "NO_COLOR": "1"},
+        env=os.environ
+        | {"NO_MKDOCS_2_WARNING": "1", "NO_COLOR": "1", "PENSTOCK_SITE_DETAILS": "false"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

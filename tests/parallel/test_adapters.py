@@ -20,6 +20,7 @@ from penstock.parallel import Pretrained
 from penstock.parallel.saved_folder import SavedModel, write_pretrained
 from pretrained_folders import (
     cut_in_two,
+    cut_once,
     grads_of_whole,
     make_gpt2,
     make_llama,
@@ -48,14 +49,25 @@ def load_whole(folder: Path, adapter: Path) -> Any:
 
 
 def train_on_two(
-    make: Callable[[], Pretrained | nn.Module], folder: Path, num_steps: int
+    make: Callable[[], Pretrained | nn.Module],
+    folder: Path,
+    num_steps: int,
+    *,
+    is_cut_by_each: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train adapters and save them; return the gradients of a last step, and the state."""
     tokens = make_tokens()
+    shared = make()
+    options = {} if is_cut_by_each else cut_once(shared)
 
     def run_rank(group: penstock.LocalGroup) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         pipe = penstock.parallelize(
-            make(), tokens, loss_fn=next_token_loss, num_microbatches=4, group=group
+            make() if is_cut_by_each else shared,
+            tokens,
+            loss_fn=next_token_loss,
+            num_microbatches=4,
+            group=group,
+            **options,
         )
         trained = [weight for weight in pipe.parameters() if weight.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=1.0)
@@ -79,29 +91,33 @@ def train_on_two(
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
+    ("make", "options", "is_cut_by_each"),
     [
-        (make_llama, {}),
-        (make_llama, {"target_modules": [*TARGETS, "embed_tokens"], "r": 3}),
-        (make_llama, {"modules_to_save": ["lm_head"], "init_lora_weights": "gaussian"}),
-        (lambda: make_llama(is_tied=True), {}),
-        (lambda: make_llama(is_tied=True), {"modules_to_save": ["lm_head"]}),
+        (make_llama, {}, True),
+        (make_llama, {"target_modules": [*TARGETS, "embed_tokens"], "r": 3}, False),
+        (make_llama, {"modules_to_save": ["lm_head"], "init_lora_weights": "gaussian"}, False),
+        (lambda: make_llama(is_tied=True), {}, False),
+        (lambda: make_llama(is_tied=True), {"modules_to_save": ["lm_head"]}, True),
         (
             lambda: make_llama(is_tied=True),
             {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+            False,
         ),
-        (make_gpt2, {"target_modules": ["c_attn"]}),
+        (make_gpt2, {"target_modules": ["c_attn"]}, True),
     ],
     ids=["llama", "embedding", "trained head", "tied", "tied head", "tied and trained", "gpt2"],
 )
 def test_adapters_are_trained_and_saved_as_with_the_whole_model(
-    tmp_path: Path, make: Callable[[], Any], options: dict[str, Any]
+    tmp_path: Path, make: Callable[[], Any], options: dict[str, Any], is_cut_by_each: bool
 ) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     save(make().double(), base)
     config = make_config(**options)
     grads, state = train_on_two(
-        lambda: penstock.load_pretrained(base).with_adapter(config), adapter, num_steps=1
+        lambda: penstock.load_pretrained(base).with_adapter(config),
+        adapter,
+        num_steps=1,
+        is_cut_by_each=is_cut_by_each,
     )
     whole = load_whole(base, adapter)
     expected = whole.state_dict()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from fuzzing import rotated
 from layered_models import own_backwards, some_tokens
 from penstock.errors import (
     AgreementError,
@@ -54,13 +55,18 @@ def train_whole(model: nn.Module, num_steps: int = 3) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize(
-    ("num_ranks", "schedule"), [(1, "ZB-V"), (2, "ZB-V"), (4, "1F1B"), (2, "auto"), (3, "GPipe")]
+@rotated(
+    ranks={
+        "1 ZB-V": (1, "ZB-V"),
+        "2 ZB-V": (2, "ZB-V"),
+        "3 GPipe": (3, "GPipe"),
+        "4 1F1B": (4, "1F1B"),
+        "2 auto": (2, "auto"),
+    },
+    is_tied=[False, True],
 )
-def test_training_equals_that_of_the_whole_model(
-    num_ranks: int, schedule: str, is_tied: bool
-) -> None:
+def test_training_equals_that_of_the_whole_model(ranks: tuple[int, str], is_tied: bool) -> None:
+    num_ranks, schedule = ranks
     model = make_decoder(is_tied=is_tied)
     found = on_ranks(num_ranks, train, model, schedule=schedule)
     expected = train_whole(model)

@@ -17,6 +17,7 @@ from penstock.errors import PretrainedError
 from penstock.parallel import Pretrained, saved_folder
 from penstock.parallel.saved_folder import SavedModel, write_pretrained
 from pretrained_folders import (
+    cut_once,
     make_gpt2,
     make_llama,
     make_mixtral,
@@ -30,11 +31,21 @@ def on_ranks(
     num_ranks: int,
     make: Callable[[], nn.Module | Pretrained],
     run: Callable[[penstock.ParallelModel], Any],
+    *,
+    is_cut_by_each: bool = False,
 ) -> list[Any]:
+    shared = make()
+    options = {} if is_cut_by_each or num_ranks == 1 else cut_once(shared)
+
     def run_rank(group: penstock.LocalGroup) -> Any:
         tokens = make_tokens()
         pipe = penstock.parallelize(
-            make(), tokens, loss_fn=next_token_loss, num_microbatches=4, group=group
+            make() if is_cut_by_each else shared,
+            tokens,
+            loss_fn=next_token_loss,
+            num_microbatches=4,
+            group=group,
+            **options,
         )
         return run(pipe)
 
@@ -85,7 +96,12 @@ def test_transformers_loads_what_was_trained(
     first, second = tmp_path / "first", tmp_path / "second"
     model = make()
     save(model, first)
-    states = on_ranks(2, lambda: penstock.load_pretrained(first, **options), train_and_save(second))
+    states = on_ranks(
+        2,
+        lambda: penstock.load_pretrained(first, **options),
+        train_and_save(second),
+        is_cut_by_each=True,
+    )
     loaded = assert_loads(second, states)
     assert any(
         not torch.equal(value, loaded.state_dict()[name])

@@ -29,10 +29,8 @@ WAYS = [
     {"num_ranks": 2, "schedule": "auto"},
 ]
 FEATURES = [
-    {"clip": 0.5, "warmup": 2, "min_lr": 0.001},
-    {"accumulate": 2},
-    {"autocast": "bfloat16"},
-    {"dtype": "bfloat16"},
+    {"clip": 0.5, "warmup": 2, "min_lr": 0.001, "autocast": "bfloat16"},
+    {"accumulate": 2, "dtype": "bfloat16"},
     {"dtype": "float64", "weight_decay": 0.5},
 ]
 """Each changes the training, and none of them what ranks have to do with it."""
