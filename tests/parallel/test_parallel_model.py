@@ -298,7 +298,8 @@ class TestGradScaler:
 
         def run(pipe: Pipe) -> tuple[float, dict[str, Tensor]]:
             scaler = penstock.GradScaler(pipe, init_scale=1024.0)
-            loss = pipe.step(tokens, target=target, scaler=scaler)
+            loss = pipe.step(tokens, target=target, scaler=scaler, finalize=False, grad_scale=0.25)
+            pipe.step(tokens, target=target, scaler=scaler, grad_scale=0.75)
             scaler.unscale_()
             return loss.item(), {name: weight.grad for name, weight in pipe.named_parameters()}
 
@@ -314,9 +315,13 @@ class TestGradScaler:
     def test_overflow_on_one_rank_skips_the_step_on_all(self) -> None:
         tokens, target = make_batch()
 
-        def run(pipe: Pipe) -> tuple[bool, float, float]:
+        def run(pipe: Pipe) -> tuple[bool, float, float, float]:
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
             scaler = penstock.GradScaler(pipe, init_scale=8.0, growth_interval=2)
+            pipe.step(tokens, target=target, scaler=scaler)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
             before = {name: value.clone() for name, value in pipe.state_dict().items()}
             pipe.step(tokens, target=target, scaler=scaler)
             if pipe.rank == 1:
@@ -324,15 +329,16 @@ class TestGradScaler:
             scaler.step(optimizer)
             scaler.update()
             are_same = all(torch.equal(before[n], x) for n, x in pipe.state_dict().items())
-            smaller = scaler.get_scale()
-            for _ in range(2):
+            scales = [scaler.get_scale()]
+            for _ in range(2):  # As many as there must be since the overflow.
                 optimizer.zero_grad()
                 pipe.step(tokens, target=target, scaler=scaler)
                 scaler.step(optimizer)
                 scaler.update()
-            return are_same, smaller, scaler.get_scale()
+                scales.append(scaler.get_scale())
+            return are_same, *scales
 
-        assert [(True, 4.0, 8.0)] * 2 == on_cut_ranks(2, run, make_decoder())
+        assert [(True, 4.0, 4.0, 8.0)] * 2 == on_cut_ranks(2, run, make_decoder())
 
     def test_state_is_kept(self) -> None:
         def run(pipe: Pipe) -> float:

@@ -1,6 +1,7 @@
 """A model in a folder: each stage reads its own tensors, as transformers would have loaded them."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,11 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM, LlamaModel
 
 import penstock
 from penstock.errors import PretrainedError
-from penstock.parallel import Pretrained
+from penstock.parallel import Pretrained, safetensors_folder
+from penstock.parallel.safetensors_folder import SafetensorsFolder
 from pretrained_folders import (
     cut_in_two,
+    cut_once,
     grads_of_whole,
     make_gpt2,
     make_gpt2_body,
@@ -72,6 +75,17 @@ def test_stages_have_the_dtype_that_is_asked_for(tmp_path: Path, dtype: torch.dt
     save(make_llama(), tmp_path)
     whole = LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     assert_filled_like(whole, fill_all(penstock.load_pretrained(tmp_path, dtype=dtype)))
+
+
+def test_tensors_are_converted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_folder, "_VALUES_AT_ONCE", 100)
+    save(make_llama(), tmp_path)
+    files = SafetensorsFolder.of(tmp_path)
+    with files.reading() as reader:
+        for name, value in make_llama().state_dict().items():
+            assert torch.equal(value.double(), reader.read(name, torch.float64)), name
+            parts = [part.clone() for part in reader.parts(name)]
+            assert torch.equal(value.flatten(), torch.cat(parts)), name
 
 
 def test_stages_have_the_dtype_of_the_folder_unless_another_is_asked_for(tmp_path: Path) -> None:
@@ -159,11 +173,12 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path, make: Callable[[
 def test_one_description_serves_several_pipelines(tmp_path: Path) -> None:
     save(make_llama(), tmp_path)
     pretrained = penstock.load_pretrained(tmp_path)
-    tokens = make_tokens()
+    tokens, shared = make_tokens(), cut_once(pretrained)
 
     def run_rank(group: penstock.LocalGroup) -> Tensor:
+        options = shared if group.num_ranks == 2 else {}
         pipe = penstock.parallelize(
-            pretrained, tokens, loss_fn=next_token_loss, num_microbatches=4, group=group
+            pretrained, tokens, loss_fn=next_token_loss, num_microbatches=4, group=group, **options
         )
         return pipe.evaluate(tokens, target=tokens)
 
@@ -378,6 +393,10 @@ def test_file_that_changed_is_refused(tmp_path: Path) -> None:
     save(make_llama(), tmp_path, num_bytes="1GB")
     pretrained = penstock.load_pretrained(tmp_path)
     pieces = cut_in_two(pretrained)
+    file = tmp_path / "model.safetensors"
+    os.utime(file, ns=(0, 0))  # Its length stays, as if weights had been saved again.
+    with pytest.raises(PretrainedError, match=r"cannot be read from .* as its header"):
+        pretrained.fill(pieces.get_stage_module(1), "cpu")
     add("model.norm.weight", torch.ones(3))(tmp_path)
     with pytest.raises(PretrainedError, match=r"cannot be read from .* as its header"):
         pretrained.fill(pieces.get_stage_module(1), "cpu")

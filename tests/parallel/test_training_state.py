@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,18 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from fuzzing import rotated
+from penstock.cutting import cut_between_layers
 from penstock.errors import CheckpointError, StageError
 from penstock.parallel import training_state
-from spread_models import assert_trained_alike, make_batch, make_decoder, on_cut_ranks, whole_step
+from spread_models import (
+    assert_trained_alike,
+    make_batch,
+    make_decoder,
+    on_cut_ranks,
+    spread,
+    whole_step,
+)
 
 Pipe = penstock.ParallelModel
 
@@ -37,15 +47,19 @@ def train(pipe: Pipe, optimizer: torch.optim.Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize(
-    ("before", "after", "schedules"),
-    [(2, 4, ("ZB-V", "1F1B")), (4, 1, ("ZB-V", "1F1B")), (4, 2, ("1F1B", "ZB-V"))],
+@rotated(
+    kind={"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad},
+    change={
+        "2 to 4": (2, 4, "ZB-V", "1F1B"),
+        "4 to 1": (4, 1, "ZB-V", "1F1B"),
+        "4 to 2": (4, 2, "1F1B", "ZB-V"),
+    },
 )
 def test_training_goes_on_with_other_ranks(
-    before: int, after: int, schedules: tuple[str, str], kind: Any, tmp_path: Path
+    kind: Any, change: tuple[int, int, str, str], tmp_path: Path
 ) -> None:
     """In a V, a rank has two copies of the tied weight, under its two names."""
+    before, after, *schedules = change
     options = {"lr": 0.01} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
 
     def begin(pipe: Pipe) -> None:
@@ -76,6 +90,51 @@ def test_training_goes_on_with_other_ranks(
     assert [{"step": 2, "words": ["a"]}] * after == [extra for extra, _ in found]
     assert_trained_alike(model, [state for _, state in found])
     assert ["state"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_copies_of_a_tied_weight_on_one_rank_are_loaded(tmp_path: Path) -> None:
+    """Here all stages know it by both names, and only the first of them is in the folder."""
+
+    def on_two(run: Callable[[Pipe], Any], schedule: str, num_stages: int) -> list[Any]:
+        def main(group: penstock.LocalGroup) -> Any:
+            model = make_decoder()
+            cut = cut_between_layers(model, num_stages, (make_batch()[0][:2],))
+            return run(spread(group, model, schedule=schedule, cut=cut))
+
+        return penstock.local_ranks(2, main)
+
+    def begin(pipe: Pipe) -> None:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        train(pipe, optimizer, range(2))
+        pipe.save(tmp_path / "state", optimizer)
+
+    def go_on(pipe: Pipe) -> dict[str, Tensor]:
+        pipe.load_state_dict({name: x + 1 for name, x in pipe.state_dict().items()})
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        pipe.load(tmp_path / "state", optimizer)
+        train(pipe, optimizer, range(2, 4))
+        copies = [stage.submod.embedding.weight for stage in pipe.stages.values() if pipe.rank == 0]
+        assert all(torch.equal(copies[0], each) for each in copies)
+        return pipe.state_dict()
+
+    on_two(begin, "1F1B", 2)
+    parts = on_two(go_on, "ZB-V", 4)
+    model = make_decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        whole_step(model, *make_batch(step))
+        optimizer.step()
+    assert_trained_alike(model, parts)
+
+
+def test_settings_of_two_groups_are_not_loaded_into_one(tmp_path: Path) -> None:
+    def run(pipe: Pipe) -> None:
+        pipe.save(tmp_path, torch.optim.AdamW(groups(pipe.named_parameters())))
+        with pytest.raises(CheckpointError, match="different settings for parameters that are in"):
+            pipe.load(tmp_path, torch.optim.AdamW(pipe.parameters()))
+
+    on_cut_ranks(1, run, make_decoder())
 
 
 def test_folder_loads_into_the_whole_model(tmp_path: Path) -> None:
