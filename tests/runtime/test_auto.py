@@ -293,6 +293,8 @@ def test_ranks_that_disagree_on_the_memory_are_rejected() -> None:
         ({"replan_when": -0.2}, "replan_when is -0.2. Expected a share such as 0.2, to plan again"),
         ({"measure_steps": 0}, "measure_steps is 0. Expected a whole number, at least 1."),
         ({"seconds": "1"}, "seconds is '1'. Expected a positive number."),
+        ({"recompute": "yes"}, "recompute is 'yes'. Expected True or False."),
+        ({"recompute": True}, "recompute is True, but memory is None. Without a limit, nothing is"),
         (
             {"num_microbatches": None},
             "num_microbatches is None. Expected a whole number, at least 1.",

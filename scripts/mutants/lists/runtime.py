@@ -38,6 +38,18 @@ MUTANTS = [
         "*()",
         AGAIN,
     ),
+    (
+        "runtime/measuring/measuring_steps.py",
+        "if kind is _Purpose.AGAIN and not isinstance(action, Recompute):",
+        "if kind is _Purpose.AGAIN:",
+        "tests/runtime/test_recomputation_costs.py",
+    ),
+    (
+        "runtime/measuring/held_bytes.py",
+        "copy_with_spread(tensor.detach()).requires_grad_(tensor.requires_grad)",
+        "copy_with_spread(tensor)",
+        "tests/runtime/test_recomputation_costs.py",
+    ),
     # What a rank has to do.
     (
         "runtime/program.py",
@@ -366,8 +378,8 @@ MUTANTS = [
     ),
     (
         "runtime/measuring/held_bytes.py",
-        "                leaves[:] = _copied(leaves)\n",
-        "                pass\n",
+        "            leaves[:] = _copied(leaves)\n",
+        "            pass\n",
         COSTS,
     ),
     (

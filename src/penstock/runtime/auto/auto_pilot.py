@@ -149,15 +149,26 @@ class AutoPilot(AbstractPilot):
         return bool(self._peers)
 
     def _measure(self) -> Measuring:
-        repeats = self._options.measure_steps
-        return Measuring(self._safe, self._device, warm_up=1, repeats=repeats)
+        return Measuring(
+            self._safe,
+            self._device,
+            warm_up=1,
+            repeats=self._options.measure_steps,
+            recompute=self._options.recompute,
+        )
 
     def _plan(self, share: Share, before_s: float) -> _Following:
         what = "the schedule of the next steps"
 
         def choose(tables: list[CostTable]) -> NextSchedule | ScheduleError:
             try:
-                return choose_next(average(tables), self._safe, self._caps, self._search_s)
+                return choose_next(
+                    average(tables),
+                    self._safe,
+                    self._caps,
+                    self._search_s,
+                    recompute=self._options.recompute,
+                )
             except ScheduleError as error:
                 return error  # For all ranks to raise.
 

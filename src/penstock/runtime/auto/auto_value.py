@@ -16,16 +16,18 @@ class Auto:
     Each rank may hold `memory` bytes for its microbatches: a number, or one for each rank. Times
     are measured in `measure_steps` steps with split and as many with full backwards, and the
     search takes at most `seconds`. With `replan_when=0.2`, all of this is done again when times
-    have changed by more than 20 %.
+    have changed by more than 20 %. With `recompute=True`, recomputations are measured too, and
+    the schedule may have some where they save time within `memory`.
 
     >>> Auto(memory=2e9)
-    Auto(memory=2000000000.0, replan_when=None, measure_steps=1, seconds=10.0)
+    Auto(memory=2000000000.0, replan_when=None, measure_steps=1, seconds=10.0, recompute=False)
     """
 
     memory: float | Iterable[float] | None = None
     replan_when: float | None = None
     measure_steps: int = 1
     seconds: float = 10.0
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         memory = _plain(self.memory)
@@ -47,6 +49,13 @@ class Auto:
             )
         if not _is_positive(self.seconds):
             raise StageError(f"seconds is {self.seconds!r}. Expected a positive number.")
+        if not isinstance(self.recompute, bool):
+            raise StageError(f"recompute is {self.recompute!r}. Expected True or False.")
+        if self.recompute and memory is None:
+            raise StageError(
+                "recompute is True, but memory is None. Without a limit, nothing is gained by "
+                "recomputing forwards. Give the bytes that a rank may hold, or leave recompute out."
+            )
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))

@@ -7,6 +7,7 @@ from penstock.costs import CostTable
 from penstock.ir import Schedule
 from penstock.sim import simulate
 from penstock.solver import search
+from penstock.solver.problem import RecomputeChoice
 from penstock.solver.safe_schedules import can_run
 
 
@@ -55,7 +56,12 @@ class NextSchedule:
 
 
 def choose_next(
-    costs: CostTable, safe: Schedule, memory: Sequence[float] | None, seconds: float
+    costs: CostTable,
+    safe: Schedule,
+    memory: Sequence[float] | None,
+    seconds: float,
+    *,
+    recompute: RecomputeChoice = "auto",
 ) -> NextSchedule:
     """Return the fastest schedule that fits, or `safe` if it is as fast.
 
@@ -69,7 +75,7 @@ def choose_next(
         memory=memory,
         placements=[placement],
         seconds=seconds,
-        recompute="auto",
+        recompute=recompute,
     )
     found.schedule.verify(costs=costs, memory=memory)
     before, after = Outlook.of(safe, costs), Outlook.of(found.schedule, costs)

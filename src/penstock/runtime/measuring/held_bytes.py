@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.ir import Backward, BackwardInput, Forward, Message, MicrobatchId, StageId
+from penstock.ir import Backward, BackwardInput, Forward, Message, MicrobatchId, Recompute, StageId
 from penstock.ir.dataflow import Dataflow
 from penstock.runtime.measuring.live_bytes import live_bytes, num_bytes, tensors_in
 from penstock.runtime.measuring.observer import AbstractMemoryCount, Leaves, Note, StepView
@@ -27,6 +27,9 @@ class HeldBytes(AbstractMemoryCount):
     def __init__(self, device: torch.device) -> None:
         self.after_forward: defaultdict[StageId, list[int]] = defaultdict(list)
         self.after_input: defaultdict[StageId, list[int]] = defaultdict(list)
+        self.after_dropping: defaultdict[StageId, list[int]] = defaultdict(list)
+        self.during_dropping: defaultdict[StageId, list[int]] = defaultdict(list)
+        """What forwards leave and need that are recomputed; they are not in the others."""
         self.during: defaultdict[tuple[type, StageId], list[int]] = defaultdict(list)
         """By kind and stage: the most beyond what the rank held before the action."""
         self._live = live_bytes(device)
@@ -69,20 +72,33 @@ class HeldBytes(AbstractMemoryCount):
         action = task.action
         place = action.stage, action.mb
         besides = self._before + self._copied + self._made_grads
-        self.during[type(action), action.stage].append(max(0, self._live.peak() - besides))
+        needed = max(0, self._live.peak() - besides)
+        if task.drops:
+            self.during_dropping[action.stage].append(needed)
+            # It does not hold its outputs: the stage that takes them does.
+            self._held[place] = self._change_but_for_results(task, step)
+            self.after_dropping[action.stage].append(max(0, self._held[place]))
+            return
+        self.during[type(action), action.stage].append(needed)
         if isinstance(action, Forward):
             self._held[place] = self._live.total() - self._before
             self.after_forward[action.stage].append(max(0, self._held[place] - self._copied))
+        elif isinstance(action, Recompute):
+            self._held[place] += self._live.total() - self._before
         elif isinstance(action, BackwardInput):
-            for leaves in step.made_by(task):
-                # Pass copies on, so that what is still alive is what the weight backward holds.
-                leaves[:] = _copied(leaves)
-            tensors = tensors_in((step.made_by(task), step.kept_of(task)))
-            self._live.note(tensors)
-            change = self._live.total() - self._before - num_bytes(tensors)
+            change = self._change_but_for_results(task, step)
             self.after_input[action.stage].append(max(0, self._held.pop(place) + change))
         elif isinstance(action, Backward):
             del self._held[place]
+
+    def _change_but_for_results(self, task: Task, step: StepView) -> int:
+        """Return how much more is alive than before, without what a task made for others."""
+        for leaves in step.made_by(task):
+            # Pass copies on, so that what is still alive is what the stage holds.
+            leaves[:] = _copied(leaves)
+        tensors = tensors_in((step.made_by(task), step.kept_of(task)))
+        self._live.note(tensors)
+        return self._live.total() - self._before - num_bytes(tensors)
 
 
 def _grads(stage: PipelineStage) -> Iterator[Tensor]:
@@ -91,4 +107,9 @@ def _grads(stage: PipelineStage) -> Iterator[Tensor]:
 
 
 def _copied(leaves: Leaves) -> Leaves:
-    return [copy_with_spread(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy that does not hold the tensor itself, as the graph of a copy would."""
+    return copy_with_spread(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -18,6 +18,7 @@ def measure_memory_levels(
     *args: Any,
     repeats: int = 3,
     warm_up: int = 1,
+    recompute: bool = False,
     **options: Any,
 ) -> dict[Level, CostTable]:
     """Measure what the stages cost at each memory level, as `measure_costs` does.
@@ -32,7 +33,8 @@ def measure_memory_levels(
     each = check_levels("levels", levels)
     found: dict[Level, CostTable] = {}
     for level in each:
-        pilot = CostPilot(warm_up, repeats, f"level {level!r} of {each!r}")
+        title = f"level {level!r} of {each!r}"
+        pilot = CostPilot(warm_up, repeats, title, recompute=recompute)
         found[level] = measure_stages(
             pilot, make_stages(level), num_microbatches, loss_fn, *args, **options
         )

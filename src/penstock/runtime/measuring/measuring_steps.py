@@ -1,8 +1,9 @@
 """Costs from real steps: the steps to run, and the costs that follow from their times.
 
-There are three kinds of steps, all of one schedule. The first warm up and count memory, with split
-and with full backwards in turn; then come steps with split backwards, and then steps with full
-backwards. After these, messages are timed.
+There are several kinds of steps, all of one schedule. The first warm up and count memory, with
+split and with full backwards in turn; then come steps with split backwards, and then steps with
+full backwards. If recomputations are measured, a step that counts their memory and steps that time
+them follow. After all steps, messages are timed.
 """
 
 import statistics
@@ -22,11 +23,12 @@ from penstock.ir import (
     BackwardWeight,
     Forward,
     Message,
+    Recompute,
     Schedule,
     StageId,
 )
 from penstock.ir.action import SingleCompute
-from penstock.passes import split_backward
+from penstock.passes import add_recompute, split_backward
 from penstock.runtime.measuring.action_times import Meter, Timing
 from penstock.runtime.measuring.held_bytes import HeldBytes
 from penstock.runtime.measuring.message_times import Edge, measure_edges
@@ -40,17 +42,27 @@ class _Purpose(Enum):
     WARM_UP = auto()
     SPLIT = auto()
     WHOLE = auto()
+    DROPPING = auto()
+    """To count the memory of recomputations."""
+    AGAIN = auto()
+    """To time them."""
 
 
 class Measuring:
     """Steps that measure the stage costs of a schedule with full backwards.
 
     `schedule` is what the next step must run, watched by `make_observer()`; `take` takes that
-    observer afterwards.
+    observer afterwards. With `recompute`, the costs of recomputations are measured too.
     """
 
     def __init__(
-        self, schedule: Schedule, device: torch.device, *, warm_up: int, repeats: int
+        self,
+        schedule: Schedule,
+        device: torch.device,
+        *,
+        warm_up: int,
+        repeats: int,
+        recompute: bool = False,
     ) -> None:
         self._whole, self._split = schedule, split_backward(schedule)
         self._mixed = split_backward(schedule, only=lambda mb: mb % 2 == 0)
@@ -58,8 +70,12 @@ class Measuring:
         self._left = deque(
             [_Purpose.WARM_UP] * warm_up + [_Purpose.SPLIT] * repeats + [_Purpose.WHOLE] * repeats
         )
+        self._again = schedule
+        if recompute:
+            self._again = add_recompute(self._mixed)
+            self._left += [_Purpose.DROPPING] + [_Purpose.AGAIN] * repeats
         self._timings: defaultdict[tuple[type, StageId], list[Timing]] = defaultdict(list)
-        self._held = HeldBytes(device)
+        self._held = self._held_again = HeldBytes(device)
         self.step_times_s: list[float] = []
         """The times of the steps with full backwards."""
 
@@ -69,24 +85,34 @@ class Measuring:
 
     @property
     def schedule(self) -> Schedule:
-        kinds = {_Purpose.WARM_UP: self._mixed, _Purpose.SPLIT: self._split}
+        kinds = {
+            _Purpose.WARM_UP: self._mixed,
+            _Purpose.SPLIT: self._split,
+            _Purpose.DROPPING: self._again,
+            _Purpose.AGAIN: self._again,
+        }
         return kinds.get(self._left[0], self._whole) if self._left else self._whole
 
     def make_observer(self) -> Observer:
         if self._left[0] is _Purpose.WARM_UP:
             self._held = HeldBytes(self._device)
             return Observer(memory=self._held)
+        if self._left[0] is _Purpose.DROPPING:
+            self._held_again = HeldBytes(self._device)
+            return Observer(memory=self._held_again)
         return Observer(Meter(self._device))
 
     def take(self, observer: Observer) -> None:
         """Take the observer of a step that has ended; then the next step may begin."""
         kind, meter = self._left.popleft(), observer.clock
-        if kind is _Purpose.WARM_UP:
+        if kind in (_Purpose.WARM_UP, _Purpose.DROPPING):
             return
         assert isinstance(meter, Meter)
         if kind is _Purpose.WHOLE:
             self.step_times_s.append(meter.ended_s - meter.began_s)
         for action, timing in meter.timings.items():
+            if kind is _Purpose.AGAIN and not isinstance(action, Recompute):
+                continue  # Forwards that keep nothing are not like the others.
             self._timings[type(action), action.stage].append(timing)
 
     def share(self, comm: AbstractComm, forms: Mapping[Message, Form]) -> "Share":
@@ -115,7 +141,7 @@ class Measuring:
         else:  # A single microbatch, whose backward was split: as much as its halves in a row.
             more = after_input - after_forward
             during_backward = max(0.0, during(BackwardInput), more + during(BackwardWeight))
-        return StageCost(
+        cost = StageCost(
             forward=median_s(Forward),
             backward_input=median_s(BackwardInput),
             backward_weight=median_s(BackwardWeight),
@@ -126,6 +152,16 @@ class Measuring:
             during_input=during(BackwardInput),
             during_weight=during(BackwardWeight),
             during_backward=during_backward,
+        )
+        again = self._held_again
+        if (Recompute, stage) not in again.during:
+            return cost
+        dropped = statistics.median(_later(again.after_dropping[stage]))
+        return cost._replace(
+            recompute=median_s(Recompute),
+            after_dropping=min(after_forward, dropped),
+            during_dropping=max(_later(again.during_dropping[stage])),
+            during_recompute=max(_later(again.during[Recompute, stage])),
         )
 
 
@@ -160,7 +196,7 @@ def average(tables: Sequence[CostTable]) -> CostTable:
     def each(name: str, combine: Callable[[tuple[float, ...]], float]) -> list[float]:
         return list(map(combine, zip(*(getattr(table, name) for table in tables), strict=True)))
 
-    means = ("forward", "backward_input", "backward_weight", "backward", "delay")
+    means = ("forward", "backward_input", "backward_weight", "backward", "recompute", "delay")
     largest = (*HELD, "message_bytes")
     return CostTable(
         **{name: each(name, statistics.fmean) for name in means},

@@ -41,16 +41,18 @@ def measure_costs(
     repeats: int = 3,
     warm_up: int = 1,
     timeout: float = DEFAULT_TIMEOUT_S,
+    recompute: bool = False,
 ) -> CostTable:
     """Measure what the stages cost, in seconds and bytes, in steps with this batch.
 
     All ranks must call it, each with its own stages and with what it would give `step`; all get
     the same table. `warm_up` steps count memory; `repeats` steps are timed with split backwards,
-    and as many with full backwards. Gradients, buffers and the random state are left as they
-    were; hooks on gradients run as in training.
+    and as many with full backwards. With `recompute`, one more step counts the memory of stages
+    whose forwards are recomputed, and `repeats` more are timed. Gradients, buffers and the random
+    state are left as they were; hooks on gradients run as in training.
     """
     return measure_stages(
-        CostPilot(warm_up, repeats),
+        CostPilot(warm_up, repeats, recompute=recompute),
         stages,
         num_microbatches,
         loss_fn,
@@ -121,17 +123,22 @@ class CostPilot(AbstractPilot):
     `title` says what is measured, if there is more to say than the stages; it is logged.
     """
 
-    def __init__(self, warm_up: int, repeats: int, title: str = "") -> None:
+    def __init__(
+        self, warm_up: int, repeats: int, title: str = "", *, recompute: bool = False
+    ) -> None:
         for name, value in (("repeats", repeats), ("warm_up", warm_up)):
             if not isinstance(value, int) or value < 1:
                 raise CostError(f"{name} is {value!r}. Expected a whole number, at least 1.")
         self.costs: CostTable | None = None
         self._counts = warm_up, repeats
         self._title = title
+        self._recompute = recompute
 
     @property
     def options(self) -> str:
         counts = "warm_up {}, repeats {}".format(*self._counts)
+        if self._recompute:
+            counts += ", recompute"
         return f"{counts}, {self._title}" if self._title else counts
 
     def start(
@@ -146,7 +153,11 @@ class CostPilot(AbstractPilot):
         if self._title and comm.rank == 0:
             LOGGER.info("measuring %s", self._title)
         self._measuring = Measuring(
-            safe_schedule(placement, num_microbatches), device, warm_up=warm_up, repeats=repeats
+            safe_schedule(placement, num_microbatches),
+            device,
+            warm_up=warm_up,
+            repeats=repeats,
+            recompute=self._recompute,
         )
         return self._measuring.schedule
 
