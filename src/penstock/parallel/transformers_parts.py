@@ -86,14 +86,19 @@ def build_on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> nn.Modul
             f"model_class is {model_class!r}. Expected a class of a model of transformers, such as "
             "transformers.LlamaForCausalLM."
         )
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if getattr(part, "use_cache", None):
-            part.use_cache = False  # A cache cannot be traced, and training needs none.
+    turn_off_caches(config)
     safe = transformers_part("initialization").meta_device_safe_creation_ops
     with torch.device("meta"), safe():
         model: nn.Module = model_class._from_config(config, dtype=dtype)
     _apply_dtype_plan(model, dtype)
     return model.train()
+
+
+def turn_off_caches(config: Any) -> None:
+    """Turn off the caches of a model, which cannot be traced; training needs none."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if getattr(part, "use_cache", None):
+            part.use_cache = False
 
 
 def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:

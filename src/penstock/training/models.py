@@ -14,6 +14,7 @@ from penstock.cutting import Balanced, CutModel, cut_any
 from penstock.errors import OptionError
 from penstock.ir import Rank
 from penstock.parallel import ParallelModel, Pretrained, load_pretrained, parallelize
+from penstock.parallel.transformers_parts import turn_off_caches
 from penstock.schedules.given_shape import AUTO
 from penstock.stage import Group
 from penstock.training.forecast import Forecast, check_fits, forecast
@@ -135,7 +136,7 @@ def _of_transformers(
     transformers = import_module("transformers")
     with errors_in_one_line(f"transformers cannot make the model of {source.path}"):
         described = transformers.AutoConfig.from_pretrained(source.config_file)
-        described.use_cache = False  # A cache cannot be traced, and training needs none.
+        turn_off_caches(described)
         torch.manual_seed(seed)
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(described, dtype=dtype)
     return model.train()
