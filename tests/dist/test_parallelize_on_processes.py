@@ -329,3 +329,31 @@ def test_processes_can_join_again_and_again(num_ranks: int, tmp_path: Path) -> N
     script = tmp_path / "script.py"
     script.write_text(AGAIN.replace("NUM_RANKS", str(num_ranks)))
     assert "" == launch(script, tmp_path, num_ranks=num_ranks)
+
+
+def save_norms(_: dist.ProcessGroup, dim: str, folder: str) -> tuple[Any, Any]:
+    """Return the buffers of a rank before and after it loads what all have saved."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(3, 3), nn.BatchNorm1d(3))]
+    model = nn.Sequential(*layers)
+    mesh = make_mesh(pp=1, **{dim: 4})
+    x, target = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    cut = penstock.cut_between_modules(model, 1)
+    options = {"loss_fn": nn.functional.mse_loss, "schedule": "1F1B", "cut": cut, "mesh": mesh}
+    pipe = penstock.parallelize(model, x, num_microbatches=2, **options)
+    pipe.step(x, target=target)
+    before = {name: value.clone() for name, value in pipe.named_buffers()}
+    pipe.save(folder)
+    pipe.load(folder)
+    return before, dict(pipe.named_buffers())
+
+
+@pytest.mark.parametrize("dim", ["dp", "fsdp"])
+def test_buffers_are_saved_by_one_replica(dim: str, fresh_pool: WorkerPool, tmp_path: Path) -> None:
+    """A folder once had the mean of one replica beside the variance of another."""
+    found = fresh_pool.run(4, save_norms, dim, str(tmp_path / "state"))
+    first, second = found[0][0], found[1][0]
+    assert not any(torch.equal(first[name], second[name]) for name in first if "mean" in name)
+    for _, loaded in found:
+        assert first.keys() == loaded.keys()
+        assert all(torch.equal(first[name], loaded[name]) for name in first)

@@ -31,6 +31,7 @@ from penstock.parallel.ranks_together import RanksTogether, describe_error
 from penstock.parallel.replaced_folder import begin_folder, complete_folder, restore_folder
 from penstock.parallel.stage_names import StageNames
 from penstock.stage.stage_checks import unwrapped
+from penstock.torch_private import is_dtensor
 
 _FORMAT = "penstock training state"
 _FILE = "training.json"
@@ -190,7 +191,16 @@ class TrainingState:
         return extra
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._weights()
+        """Yield what this rank saves: buffers, which replicas may have differently, only once."""
+        buffers: set[str] = set()
+        if not self._ranks.is_writer:
+            buffers = {
+                f"model.{name}"
+                for module in self._modules
+                for name, value in module.named_buffers(remove_duplicate=False)
+                if not is_dtensor(value)
+            }
+        yield from ((name, value) for name, value in self._weights() if name not in buffers)
         for optimizer in self._optimizers:
             yield from optimizer.tensors()
 
