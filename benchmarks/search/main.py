@@ -1,7 +1,8 @@
 """How long does a search take, how does that grow, and how good is what it finds?
 
-Three experiments, all simulated, on one core. `published`: the bubbles of the zero-bubble paper,
-what is found for the same costs and memory, and what no schedule can be better than. `growth`:
+Four experiments, all simulated, on one core. `published`: the bubbles of the zero-bubble paper,
+what is found for the same costs and memory, and what no schedule can be better than. `v`: the same
+in a V on more ranks, at the memory of 1F1B, with other costs too. `growth`:
 uneven stages, more and more ranks and microbatches. `certify`: the small random problems of
 `make fuzz`, whose best schedule the exact solver finds and proves.
 """
@@ -22,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tests"))
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "solver"))
 from problems import random_problem
 from processes import environment
-from published_rows import read_rows, search_row
+from published_rows import V_ROW, read_rows, search_row
 from test_certify import gap_to_optimum
 
 from penstock import CostTable, search
@@ -37,6 +38,15 @@ SIZES = [
     (32, 64, None),
     (32, 128, None),
     (32, 256, 60),
+]
+
+# Ranks and microbatches of `v`, and the times of F, I, W and messages.
+V_SIZES = [(16, 32), (16, 48), (24, 72), (32, 96), (32, 128)]
+V_TIMES = [
+    (28.814, 28.760, 19.352, 1.610),
+    (28.814, 28.760, 19.352, 0.5),
+    (18.522, 18.086, 9.337, 0.601),
+    (29.7, 33.0, 19.9, 0.53),
 ]
 
 
@@ -136,6 +146,43 @@ def measure_published(line: dict[str, str]) -> list[Published]:
     return rows
 
 
+class InAV(NamedTuple):
+    """One search of `v`: bubble rates by span."""
+
+    p: int
+    m: int
+    times: tuple[float, ...]
+    zb_v: float
+    found: float
+    bound: float
+    seconds: float
+
+
+def measure_v(p: int, m: int, times: tuple[float, ...]) -> InAV:
+    names = ("t_f", "t_i", "t_w", "t_comm")
+    row = {**V_ROW, "p": str(p), "m": str(m), **dict(zip(names, map(str, times), strict=True))}
+    found = search_row(row, microbatches_held=p, halves=True)
+    [zb_v] = [tried.time for tried in found.tried if tried.name == "ZB-V"]
+    work = m * sum(times[:3])
+    bubbles = [1 - work / time for time in (zb_v, found.time, found.lower_bound)]
+    return InAV(p, m, times, *bubbles, found.seconds)
+
+
+def v_table(rows: list[InAV]) -> Table:
+    table = Table(title="V at the memory of 1F1B, bubble by span: ZB-V; ours; the bound")
+    for column in ("ranks", "microbatches", "F, I, W, message", "ZB-V", "ours", "bound", "s"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.p),
+            str(row.m),
+            ", ".join(map(str, row.times)),
+            *(f"{bubble:.4f}" for bubble in (row.zb_v, row.found, row.bound)),
+            f"{row.seconds:.1f}",
+        )
+    return table
+
+
 def published_table(rows: list[Published]) -> Table:
     table = Table(title="8 ranks, bubble by span: ZB-1p, ZB-2p, half of ZB-1p; ours; the bound")
     for column in ("model", "microbatches", "memory", "published", "ours", "bound", "s"):
@@ -175,7 +222,7 @@ def certify_lines(gaps: list[float]) -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "experiment", nargs="?", choices=["growth", "published", "certify"], help="only one"
+        "experiment", nargs="?", choices=["growth", "published", "v", "certify"], help="only one"
     )
     parser.add_argument("--quick", action="store_true", help="the first sizes and lines only")
     parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
@@ -187,11 +234,18 @@ def main() -> None:
     console = Console(width=110, highlight=False)
     growth: list[Growth] = []
     published: list[Published] = []
+    in_a_v: list[InAV] = []
     gaps: list[float] = []
     if args.experiment in (None, "published"):
         for line in read_rows()[: 1 if args.quick else None]:
             published += measure_published(line)
         console.print(published_table(published))
+    if args.experiment in (None, "v"):
+        for times in V_TIMES:
+            for p, m in V_SIZES[: 2 if args.quick else None]:
+                in_a_v.append(measure_v(p, m, times))
+                print(in_a_v[-1], file=sys.stderr, flush=True)
+        console.print(v_table(in_a_v))
     if args.experiment in (None, "growth"):
         for stages_per_rank in (1, 2):
             for p, m, goal in SIZES[: 2 if args.quick else None]:
@@ -208,6 +262,7 @@ def main() -> None:
             **environment(),
             "growth": [row._asdict() for row in growth],
             "published": [row._asdict() for row in published],
+            "v": [row._asdict() for row in in_a_v],
             "certified_gaps": gaps,
         }
         args.save.write_text(json.dumps(record, indent=1) + "\n")

@@ -95,12 +95,6 @@ MUTANTS = [
         "if stage == stages[-1] else -inf",
         ENDINGS,
     ),
-    (
-        "solver/endings.py",
-        "        for stage in reversed(stages):\n            code = 4 * stage + INPUT",
-        "        for stage in stages:\n            code = 4 * stage + INPUT",
-        ENDINGS,
-    ),
     ("solver/endings.py", "return max(index for", "return -1 + max(index for", ENDINGS),
     # Times and memory of orders.
     (
