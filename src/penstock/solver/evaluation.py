@@ -50,6 +50,8 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
     activations[0] = [0.0] * problem.num_microbatches
     activations_from[0] = [None] * problem.num_microbatches
     forwards, backwards = [0] * num_stages, [0] * num_stages
+    turns = problem.turns
+    turned: dict[int, tuple[float, Place]] = {}  # The ends of F on the last stage, if they turn.
     causes: list[list[Place | None]] = [[] for _ in range(num_ranks)]
     free = [0.0] * num_ranks
     left = sum(map(len, orders))
@@ -87,6 +89,13 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
                     if stage < last:
                         activations[stage + 1].append(now + delays[stage])
                         activations_from[stage + 1].append((rank, position))
+                    elif turns:
+                        turned[index] = now, (rank, position)
+                        while len(gradients[last]) < len(turns) and (
+                            found := turned.get(turns[len(gradients[last])])
+                        ):
+                            gradients[last].append(found[0])
+                            gradients_from[last].append(found[1])
                     else:
                         gradients[stage].append(now)
                         gradients_from[stage].append((rank, position))
@@ -135,6 +144,8 @@ def peak_memory(problem: Problem, order: Order) -> float:
     """Return the most that a rank holds; infinite if an I is before its F or a W before its I."""
     if problem.may_recompute:
         return peak_with_drops(problem, order)
+    if problem.turns and not problem.returns_in_time(order):
+        return inf
     kinds, stages, _, changes = problem.named
     in_flight, pending = [0] * problem.num_stages, [0] * problem.num_stages
     held = most = 0.0

@@ -8,8 +8,8 @@ in order on every stage, in F, in I and in W, and only such schedules are search
 
 An order then does not need to name microbatches: it is a list of codes, 4 * stage + kind.
 
-If microbatches differ, they run in one sequence on every stage, in F, in I and in W, and the
-problem says which. The search chooses the sequence too. A best schedule may have another order on
+If microbatches differ, they run in one sequence on every stage in F, and in one in I and W, and the
+problem says which. The search chooses both too. A best schedule may have another order on
 some stage, so what is found is then not always the best; the exact solver allows every order.
 
 If forwards may be recomputed, the order of microbatches on a stage can matter too: of two of them,
@@ -139,7 +139,9 @@ class Problem:
     first microbatch, which starts as early as possible.
     """
     sequence: tuple[int, ...] = ()
-    """The microbatches as they run, if they differ; empty if all are alike."""
+    """The microbatches as their F run, if they differ; empty if all are alike."""
+    turns: tuple[int, ...] = ()
+    """The order of backwards, as places in `sequence`; empty if it is the same."""
     may_recompute: bool = False
     """True if a schedule may drop what forwards compute, and recompute it for their backwards."""
     dropping: tuple[Change, ...] = ()
@@ -232,9 +234,10 @@ class Problem:
     def places_of(self, order: Order) -> Iterator[int]:
         """Yield the place in the sequence of the microbatch of each action.
 
-        The n-th F, and the n-th I or B, is of the n-th microbatch; W are in the order of the I. A W
-        before its I, which cannot run, has the first place.
+        The n-th F is of the n-th microbatch, and so is the n-th I or B, unless `turns` has another
+        order; W are in the order of the I. A W before its I, which cannot run, has the first place.
         """
+        turns = self.turns
         forwards, backwards = [0] * self.num_stages, [0] * self.num_stages
         pending: list[deque[int]] = [deque() for _ in range(self.num_stages)]
         for code in order:
@@ -247,11 +250,21 @@ class Problem:
             elif kind == WEIGHT:
                 place = pending[stage].popleft() if pending[stage] else 0
             else:
-                place = backwards[stage]
+                place = turns[backwards[stage]] if turns else backwards[stage]
                 backwards[stage] += 1
                 if kind == INPUT:
                     pending[stage].append(place)
             yield place
+
+    def returns_in_time(self, order: Order) -> bool:
+        """Return whether each I or B is after its F, if backwards have an order of their own."""
+        forwards = [0] * self.num_stages
+        for code, place in zip(order, self.places_of(order), strict=True):
+            if code & 3 == FORWARD:
+                forwards[code >> 2] += 1
+            elif code & 3 != WEIGHT and place >= forwards[code >> 2]:
+                return False
+        return True
 
     @property
     def num_ranks(self) -> int:

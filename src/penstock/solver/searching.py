@@ -150,7 +150,9 @@ class _Candidate:
 
     def is_same(self, other: "_Candidate") -> bool:
         """Return whether these are the same orders of the same sequence."""
-        return (self.orders, self.problem.sequence) == (other.orders, other.problem.sequence)
+        own, theirs = self.problem, other.problem
+        ran = own.sequence, own.turns, self.orders
+        return ran == (theirs.sequence, theirs.turns, other.orders)
 
 
 class _Search:
