@@ -47,6 +47,7 @@ bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/skips/main.py
 	$(BIN)/python benchmarks/search/main.py
 	$(BIN)/python benchmarks/uneven/main.py
+	$(BIN)/python benchmarks/microbatch_order/main.py
 	$(BIN)/python benchmarks/recording/main.py
 	$(BIN)/python benchmarks/sharded_stages/main.py
 	$(BIN)/python benchmarks/compiled_stages/main.py

@@ -33,9 +33,9 @@ from penstock.solver.sequences import with_sequence
 NUM_RANKS, NUM_MICROBATCHES = 4, 12
 TIMES_MS = (20.0, 20.0, 14.0)  # Of F, I and W of a rank's share, for a microbatch of factor 1.
 SCHEDULES = ("1F1B", "ZB-H1", "ZB-V")
-NUM_BATCHES = 3
+NUM_BATCHES = 2
 SPREAD = 0.6  # Of the logarithms of the factors.
-NUM_TRIED = 800
+NUM_TRIED = 400
 
 
 class ScaledStage(nn.Module):
@@ -116,7 +116,7 @@ def contenders_of(batch: int, quick: bool) -> list[Contender]:
             NUM_RANKS,
             NUM_MICROBATCHES,
             placements=None if placement is None else [placement],
-            effort=0.05 if quick else 0.3,
+            effort=0.05 if quick else 0.1,
         )
         found.append(Contender(name, "", best.schedule, given, best.report.makespan, factors))
     return found

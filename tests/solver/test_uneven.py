@@ -7,7 +7,6 @@ from statistics import median
 
 import pytest
 from problems import random_problem
-from test_certify import gap_to_optimum
 
 from fuzzing import IS_LONG
 from penstock import CostTable, Placement, search, simulate
@@ -21,7 +20,7 @@ from penstock.solver.exact import solve
 from penstock.solver.registered_schedules import registered
 from penstock.solver.sequences import begin_with, with_sequence
 
-WORST_ALLOWED = 0.05
+WORST_ALLOWED = 0.02
 
 
 def small_problem(seed: int) -> Problem:
@@ -87,13 +86,31 @@ def test_no_registered_schedule_beats_the_bound_in_any_sequence(seed: int) -> No
                 assert problem.time_of(report) >= least
 
 
+def gap_to_exact(problem: Problem) -> float:
+    """By which share the search is slower than the exact solver, which has 10 seconds."""
+    m, caps, clock = problem.num_microbatches, problem.caps, problem.clock
+    where = [problem.placement]
+    found = search(problem.costs, problem.num_ranks, m, memory=caps, placements=where, clock=clock)
+    best = solve(
+        problem.costs,
+        problem.placement,
+        m,
+        memory=caps,
+        clock=clock,
+        hint=found.schedule,
+        seconds=10,
+    )
+    assert lower_bound(problem) <= problem.time_of(best.report) * (1 + 1e-9)
+    return found.time / problem.time_of(best.report) - 1
+
+
 @pytest.mark.fuzz
 def test_search_is_optimal_on_most_small_problems_and_close_on_all() -> None:
     problems = {
         seed: random_problem(seed, num_ranks=(2, 4 if IS_LONG else 3), differs=True)
         for seed in range(100, 300 if IS_LONG else 103)
     }
-    gaps = {seed: gap_to_optimum(problem) for seed, problem in problems.items()}
+    gaps = {seed: gap_to_exact(problem) for seed, problem in problems.items()}
     assert median(gaps.values()) == pytest.approx(0.0, abs=1e-9)
     far = {seed: f"{gap:.2%}" for seed, gap in gaps.items() if gap > WORST_ALLOWED}
     assert {} == far
