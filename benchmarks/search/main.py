@@ -1,10 +1,11 @@
 """How long does a search take, how does that grow, and how good is what it finds?
 
-Four experiments, all simulated, on one core. `published`: the bubbles of the zero-bubble paper,
+Five experiments, all simulated, on one core. `published`: the bubbles of the zero-bubble paper,
 what is found for the same costs and memory, and what no schedule can be better than. `v`: the same
 in a V on more ranks, at the memory of 1F1B, with other costs too. `growth`:
 uneven stages, more and more ranks and microbatches. `certify`: the small random problems of
-`make fuzz`, whose best schedule the exact solver finds and proves.
+`make fuzz`, whose best schedule the exact solver finds and proves. `recompute`: the costs of the
+zero-bubble paper in half of the memory of 1F1B, with forwards recomputed in several ways.
 """
 
 import argparse
@@ -24,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tests" / "solver"))
 from problems import random_problem
 from processes import environment
 from published_rows import V_ROW, read_rows, search_row
+from recomputing import Recomputing, measure_recomputing, recomputing_table
 from test_certify import gap_to_optimum
 
 from penstock import CostTable, search
@@ -222,7 +224,10 @@ def certify_lines(gaps: list[float]) -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "experiment", nargs="?", choices=["growth", "published", "v", "certify"], help="only one"
+        "experiment",
+        nargs="?",
+        choices=["growth", "published", "v", "certify", "recompute"],
+        help="only one",
     )
     parser.add_argument("--quick", action="store_true", help="the first sizes and lines only")
     parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
@@ -236,6 +241,7 @@ def main() -> None:
     published: list[Published] = []
     in_a_v: list[InAV] = []
     gaps: list[float] = []
+    recomputing: list[Recomputing] = []
     if args.experiment in (None, "published"):
         for line in read_rows()[: 1 if args.quick else None]:
             published += measure_published(line)
@@ -256,6 +262,11 @@ def main() -> None:
     if args.experiment in (None, "certify"):
         gaps = certify(5 if args.quick else 200)
         console.print(certify_lines(gaps))
+    if args.experiment in (None, "recompute"):
+        lines = [line for line in read_rows() if line["m"] == "24"][: 1 if args.quick else None]
+        for line in lines:
+            recomputing += [measure_recomputing(line, halves=halves) for halves in (False, True)]
+        console.print(recomputing_table(recomputing))
     if args.save:
         args.save.parent.mkdir(parents=True, exist_ok=True)
         record = {
@@ -264,6 +275,7 @@ def main() -> None:
             "published": [row._asdict() for row in published],
             "v": [row._asdict() for row in in_a_v],
             "certified_gaps": gaps,
+            "recomputing": [row._asdict() for row in recomputing],
         }
         args.save.write_text(json.dumps(record, indent=1) + "\n")
 
