@@ -17,14 +17,14 @@ MUTANTS = [
     (
         "runtime/step.py",
         "        with nothing_saved():\n",
-        "        with torch.enable_grad():\n",
-        AGAIN,
+        "        with without_autocast():\n",
+        "tests/runtime/test_recomputation_costs.py",
     ),
     (
         "runtime/step.py",
         "            self.losses.let_go(mb)\n        self._dropping",
         "            pass\n        self._dropping",
-        AGAIN,
+        "tests/runtime/test_recomputation_costs.py",
     ),
     (
         "runtime/in_flight.py",
