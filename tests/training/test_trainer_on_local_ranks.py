@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_runs import DATA, MODEL, PLAIN, losses, run, saved_in
+from torch import Tensor, nn
 
+import penstock
 from penstock.comm import LocalGroup, local_ranks
 from penstock.errors import AgreementError, OptionError
 from penstock.timeline.recording import Recording
 from penstock.training.choices import Data
 from penstock.training.documents import Documents
 from penstock.training.gpt_sizes import GptConfig
+from penstock.training.sampling import continue_text
 from penstock.training.saved import check_same, find_latest, kept_from_others
 from penstock.training.trainer import train
 
@@ -92,6 +96,16 @@ def test_other_number_of_microbatches_changes_only_the_order_of_additions(
     found = losses(checkpoint=str(tmp_path), resume=True, num_microbatches=2)
     # Sums over 4 sequences in place of 2: a few roundings of 32-bit numbers, in two steps.
     assert uninterrupted[2:] == pytest.approx(found, rel=1e-5)
+
+
+def test_accumulated_batches_train_as_one_larger_batch() -> None:
+    def figures(**options: Any) -> list[tuple[float, float | None]]:
+        done = run(num_ranks=1, dtype="float64", clip=1e9, **options)
+        return [(step.loss, step.grad_norm) for step in done.steps]
+
+    parts = figures(batch=4, accumulate=2, num_microbatches=2)
+    for whole, part in zip(figures(batch=8), parts, strict=True):
+        assert whole == pytest.approx(part, rel=1e-9)
 
 
 def test_loss_falls() -> None:
@@ -191,6 +205,21 @@ def test_text_is_continued_by_the_likeliest_tokens() -> None:
     assert found.startswith("the quick ")
     assert 64 + len("the quick ") == len(found)
     assert found == run(num_ranks=2, schedule="ZB-V", **options).sample
+
+
+def test_token_is_continued_after_the_last_one_that_is_seen() -> None:
+    """A prompt that is shorter than the context has zeros after it."""
+
+    def main(group: LocalGroup) -> list[int]:
+        model = nn.Sequential(nn.Linear(4, 4))
+        pipe = penstock.parallelize(model, torch.ones(2, 4), group=group, schedule="1F1B")
+
+        def next_ones(tokens: Tensor) -> Tensor:
+            return nn.functional.one_hot(tokens + 1, 16)
+
+        return continue_text(pipe, [5], rows=2, context=4, predict=next_ones, end=11, count=9)
+
+    assert [[6, 7, 8, 9, 10, 11]] == local_ranks(1, main)
 
 
 def test_only_some_steps_are_measured_and_auto_has_no_bubble_in_its_first() -> None:

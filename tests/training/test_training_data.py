@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from small_runs import PLAIN
+from torch import Tensor
 
 from penstock.errors import OptionError
 from penstock.training.documents import Documents, read_documents
+from penstock.training.held_out import Evaluation
 from penstock.training.loader import Batches, Sequences, generator_for, held_out_batches
 from penstock.training.model_sources import HuggingFaceModel
 from penstock.training.tokens import ByteTokens, TokenizerFile, choose_tokens, tokenise
@@ -228,3 +230,17 @@ def test_numbers_of_a_name_do_not_depend_on_those_of_others() -> None:
     torch.rand(3, generator=generator_for(0, "b"))
     assert torch.equal(first, torch.rand(3, generator=generator_for(0, "a")))
     assert not torch.equal(first, torch.rand(3, generator=generator_for(0, "b")))
+
+
+def test_evaluation_takes_its_first_batches() -> None:
+    sequences = Sequences(torch.arange(33), 4)
+    for most, count in ((1, 1), (3, 3), (9, 4), (0, 4)):
+        seen: list[int] = []
+
+        def evaluate(tokens: Tensor, target: Tensor, seen: list[int] = seen) -> Tensor:
+            seen.append(int(tokens[0, 0]))
+            return target[0, 0].double()
+
+        found = Evaluation(sequences, 2, most).run(5, evaluate)
+        assert [0, 8, 16, 24][:count] == seen
+        assert (5, sum(seen) / count + 1) == (found.step, found.loss)

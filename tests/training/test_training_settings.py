@@ -6,7 +6,7 @@ import torch
 from penstock.errors import OptionError
 from penstock.training.gpt import Gpt
 from penstock.training.gpt_sizes import SIZES, GptConfig
-from penstock.training.optimisation import learning_rate
+from penstock.training.optimisation import learning_rate, make_optimizer, set_rates
 from penstock.training.settings import TrainConfig
 
 TINY = TrainConfig(SIZES["tiny"])
@@ -93,3 +93,12 @@ def test_learning_rate_rises_and_falls_by_a_cosine() -> None:
 def test_learning_rate_is_constant_without_a_last_one() -> None:
     config = replace(TINY, lr=0.5)
     assert {0.5} == {learning_rate(config, step) for step in (1, 100, 200)}
+
+
+def test_weight_decay_is_for_matrices_alone() -> None:
+    config = replace(TINY, weight_decay=0.5)
+    matrix, vector = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (2,)))
+    optimizer = make_optimizer([vector, matrix], config)
+    set_rates(optimizer, config, 1)
+    decays = {each: g["weight_decay"] for g in optimizer.param_groups for each in g["params"]}
+    assert {matrix: 0.5, vector: 0.0} == decays
