@@ -222,7 +222,7 @@ def test_a_new_pipeline_works_after_one_failed() -> None:
 def test_a_custom_function_for_what_is_no_compute_action_is_rejected(kind: Any) -> None:
     message = (
         f"kind is {kind!r}. Expected one of penstock.ir's Forward, Backward, BackwardInput, "
-        "BackwardWeight, Overlap."
+        "BackwardWeight, Recompute, Overlap."
     )
     assert_rejected(
         StageError,
