@@ -100,7 +100,7 @@ def test_file_of_the_mirror_names_nothing_else_private_of_torch(path: Path) -> N
         ("import torch\ntorch.__version__, torch.nn.Module.__call__", []),
         ("from penstock.torch_private import pytree\npytree.keystr", []),
         ("class A:\n    def _f(self, other):\n        return self._g or other._f()", []),
-        ("os._exit(1), row._asdict()", []),
+        ("os._exit(1), row._asdict(), row._replace(a=1)", []),
     ],
 )
 def test_private_name_would_be_found(source: str, expected: list[str]) -> None:
