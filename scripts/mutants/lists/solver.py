@@ -220,7 +220,7 @@ MUTANTS = [
         PROBLEM,
     ),
     (
-        "solver/problem.py",
+        "solver/problem_checks.py",
         "max(first_stages) >= num_ranks:",
         "max(first_stages) > num_ranks:",
         PROBLEM,

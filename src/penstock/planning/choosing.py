@@ -13,7 +13,7 @@ from penstock.ir import Placement
 from penstock.planning.stage_sources import Choice
 from penstock.solver import Problem, SearchResult, lower_bound, search
 from penstock.solver.placement_choices import describe
-from penstock.solver.problem import check_recompute
+from penstock.solver.problem_checks import check_recompute
 
 LOGGER = logging.getLogger("penstock")
 _QUICK_EFFORT = 0.02

@@ -13,7 +13,7 @@ from penstock.partition import Partition
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver import Problem
 from penstock.solver.placement_choices import default_placements
-from penstock.solver.problem import check_recompute
+from penstock.solver.problem_checks import check_recompute
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from penstock.errors import ScheduleError
 from penstock.ir import Placement
 from penstock.sim import simulate
 from penstock.solver.gathered_search import GatherChoice
-from penstock.solver.problem import check_recompute
+from penstock.solver.problem_checks import check_recompute
 from penstock.solver.search_result import SearchResult
 from penstock.solver.searching import search
 

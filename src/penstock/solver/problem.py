@@ -24,11 +24,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from statistics import fmean
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, NamedTuple, TypeAlias
 
 from penstock.costs import CostTable
-from penstock.costs.microbatch_scales import check_microbatches
-from penstock.errors import CostError, ScheduleError
+from penstock.errors import ScheduleError
 from penstock.ir import (
     Action,
     Backward,
@@ -48,14 +47,13 @@ from penstock.passes.held_memory import (
     stage_changes,
 )
 from penstock.schedules.generator import Clock
+from penstock.solver.problem_checks import check_problem, knows_dropping, refuse_scales
 from penstock.timeline import Report
 
 FORWARD, INPUT, WEIGHT, FULL = range(4)
 KINDS: Final = (Forward, BackwardInput, BackwardWeight, Backward)
 _KIND_OF: Final = {kind: number for number, kind in enumerate(KINDS)}
 
-RecomputeChoice: TypeAlias = bool | Literal["auto"]
-"""Whether forwards may be recomputed; with `"auto"`, if the costs say what that needs."""
 
 Code: TypeAlias = int
 Order: TypeAlias = list[Code]
@@ -161,9 +159,9 @@ class Problem:
         recompute: bool = False,
     ) -> "Problem":
         """Check the arguments and return the problem that they describe."""
-        _check(costs, placement, num_microbatches, clock)
+        check_problem(costs, placement, num_microbatches, clock)
         if recompute:
-            _refuse_scales(costs)
+            refuse_scales(costs)
         num_ranks = placement.num_ranks
         caps = cap_of_each_rank("memory", inf if memory is None else memory, num_ranks)
         stages_of = tuple(placement.stages_of(rank) for rank in range(num_ranks))
@@ -451,7 +449,7 @@ def nothing_fits(problems: Sequence[Problem]) -> ScheduleError:
     cap, needed = in_full(problem.caps[rank]), in_full(problem.smallest_caps[rank])
     least = max(problem.smallest_caps)
     dropped = max(replace(problem, may_recompute=True).smallest_caps)
-    is_known = _knows_dropping(problem.costs)
+    is_known = knows_dropping(problem.costs)
     hint = f" With recompute=True, {in_full(dropped)} is enough." * (is_known and dropped < least)
     return ScheduleError(
         f"Nothing fits: rank {rank} may hold {cap}, but one microbatch on its stages "
@@ -466,35 +464,6 @@ def in_full(value: float) -> str:
     return f"{value:.0f}" if value.is_integer() else repr(value)
 
 
-def check_recompute(recompute: RecomputeChoice, costs: CostTable) -> bool:
-    """Return whether forwards may be recomputed."""
-    if recompute == "auto":
-        return costs.num_microbatches is None and _knows_dropping(costs)
-    if not isinstance(recompute, bool):
-        raise ScheduleError(f"recompute is {recompute!r}. Expected True, False or 'auto'.")
-    return recompute
-
-
-def _knows_dropping(costs: CostTable) -> bool:
-    """Return whether costs say what a dropped forward holds; where none was measured, all is."""
-    pairs = zip(costs.after_dropping, costs.after_forward, strict=True)
-    return any(0 < dropped < kept for dropped, kept in pairs)
-
-
-def _refuse_scales(costs: CostTable) -> None:
-    if costs.num_microbatches is not None:
-        raise CostError(
-            f"recompute is True, but the costs have scales for {costs.num_microbatches} "
-            "microbatches. Expected microbatches that are alike: give costs without scales, or set "
-            "recompute to False."
-        )
-
-
-def check_costs(costs: CostTable) -> None:
-    if not isinstance(costs, CostTable):
-        raise CostError(f"costs is {costs!r}. Expected a penstock.CostTable.")
-
-
 def _delays(costs: CostTable, placement: Placement, size: float) -> tuple[float, ...]:
     """Return the times of messages of a microbatch of this scale, if none waits for another."""
     ranks = placement.ranks
@@ -502,33 +471,3 @@ def _delays(costs: CostTable, placement: Placement, size: float) -> tuple[float,
         0.0 if ranks[edge] == ranks[edge + 1] else delay + transfer * size
         for edge, (delay, transfer) in enumerate(zip(costs.delay, costs.transfer, strict=True))
     )
-
-
-def _check(costs: CostTable, placement: Placement, num_microbatches: int, clock: Clock) -> None:
-    check_costs(costs)
-    if not isinstance(placement, Placement):
-        raise ScheduleError(
-            f"placement is {placement!r}. Expected a Placement, such as Placement.v(2)."
-        )
-    if not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ScheduleError(
-            f"num_microbatches is {num_microbatches!r}. Expected a whole number, at least 1."
-        )
-    if placement.num_stages != costs.num_stages:
-        raise CostError(
-            f"The costs are for {costs.num_stages} stages, but the placement has "
-            f"{placement.num_stages}. Give costs for each stage."
-        )
-    check_microbatches(costs.num_microbatches, num_microbatches)
-    if clock not in get_args(Clock):
-        raise ScheduleError(f"clock is {clock!r}. Expected 'makespan' or 'span'.")
-    # Otherwise a schedule could delay a rank's start, and the rank's offset would not be known.
-    num_ranks = placement.num_ranks
-    first_stages = [placement.stages_of(rank)[0] for rank in range(num_ranks)]
-    if clock == "span" and max(first_stages) >= num_ranks:
-        raise ScheduleError(
-            f"clock is 'span', but rank {first_stages.index(max(first_stages))} has its first "
-            f"stage, {max(first_stages)}, after another rank's second. Expected a placement in "
-            f"which every rank has one of the first {num_ranks} stages: linear, a loop or a V. "
-            "Or use 'makespan'."
-        )

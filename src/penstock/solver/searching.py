@@ -29,18 +29,8 @@ from penstock.solver.gathered_search import (
     search_with_gathers,
 )
 from penstock.solver.placement_choices import check_placements, default_placements, describe
-from penstock.solver.problem import (
-    FULL,
-    INPUT,
-    WEIGHT,
-    Order,
-    Problem,
-    RecomputeChoice,
-    check_costs,
-    check_recompute,
-    codes,
-    nothing_fits,
-)
+from penstock.solver.problem import FULL, INPUT, WEIGHT, Order, Problem, codes, nothing_fits
+from penstock.solver.problem_checks import RecomputeChoice, check_costs, check_recompute
 from penstock.solver.recomputed_orders import drop_all, drop_to_fit
 from penstock.solver.recomputing_dispatch import dispatch_with_drops
 from penstock.solver.registered_schedules import registered

@@ -7,7 +7,7 @@ from penstock.costs import CostTable
 from penstock.ir import Schedule
 from penstock.sim import simulate
 from penstock.solver import search
-from penstock.solver.problem import RecomputeChoice
+from penstock.solver.problem_checks import RecomputeChoice
 from penstock.solver.safe_schedules import can_run
 
 

@@ -19,13 +19,8 @@ from penstock.schedules.generator import Clock
 from penstock.sim import simulate
 from penstock.solver.exact.incumbent import ExactProgress, Incumbent
 from penstock.solver.exact.ticks import TickProblem, to_ticks
-from penstock.solver.problem import (
-    Problem,
-    RecomputeChoice,
-    check_costs,
-    check_recompute,
-    nothing_fits,
-)
+from penstock.solver.problem import Problem, nothing_fits
+from penstock.solver.problem_checks import RecomputeChoice, check_costs, check_recompute
 from penstock.solver.safe_schedules import least_memory
 from penstock.timeline import Report
 
