@@ -26,6 +26,7 @@ from local_steps import (
     zero_grad,
 )
 from penstock import Pipeline, Replicate, Schedule, TensorChunkSpec, schedules
+from penstock.errors import StageError
 from penstock.ir import Backward
 from penstock.runtime.outside_graphs import OutsideGraphs
 from stage_training import assert_close, assert_same_grads
@@ -82,11 +83,12 @@ def test_partly_frozen_stages(schedule: Schedule) -> None:
 
 
 @every_schedule
-def test_wholly_frozen_model_runs_a_step(schedule: Schedule) -> None:
+def test_step_of_a_wholly_frozen_model_is_refused(schedule: Schedule) -> None:
     modules = mlp()
     for module in modules:
         module.requires_grad_(False)
-    check(modules, schedule)
+    with pytest.raises(StageError, match="none of the losses of all 4 microbatches needs a grad"):
+        check(modules, schedule)
 
 
 @rotated(place=range(3), schedule=FOUR_STAGES)

@@ -230,7 +230,6 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
         Bare(lambda x: x + 1),
     ],
     "one stage with parameters": lambda: [nn.Identity(), nn.Identity(), _plain(), nn.Identity()],
-    "no parameters": lambda: [Bare(torch.tanh) for _ in range(4)],
     "frozen stages": lambda: [
         _plain().requires_grad_(False),
         _plain(),
