@@ -4,6 +4,7 @@
 
 const PAUSE_MS = 100; // From the last key to the request.
 const SLOW_MS = 300; // After this the page says that it is working.
+const ADVICE_MS = 2000; // From all answers to the request for advice, which takes seconds of work.
 const GONE = "The studio has stopped. Start it again with: penstock studio";
 const DRAWN = ["notes", "picture", "files", "python"];
 const COMPARED = ["table", "bound", "tried", "advice"];
@@ -96,9 +97,12 @@ class Round {
     return true;
   }
 
-  /** Says what limits the searched schedule, and what would help; all else is there already. */
+  /** Says what limits the searched schedule, and what would help, if the fields stay as they are. */
   async advise() {
-    const answer = this.hasFound ? await this.ask("advice") : null;
+    if (!this.hasFound) return;
+    await new Promise((resolve) => setTimeout(resolve, ADVICE_MS));
+    if (this.isAborted) return;
+    const answer = await this.ask("advice");
     if (!answer) return;
     const { advice } = await this.read(answer.json());
     byId("advice").replaceChildren(...advice.map((line) => make("li", {}, line)));
