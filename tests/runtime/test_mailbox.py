@@ -43,11 +43,31 @@ def test_sent_activation_is_released_when_its_gradient_comes_back() -> None:
     assert [1] * (NUM_MICROBATCHES - 1) + [0] == held
 
 
+def test_sent_tensor_that_was_copied_is_not_held() -> None:
+    """It was held until a message came back: with recomputation, as much as the inputs are."""
+    held: list[bool] = []
+
+    def look(action: Backward, context: Any) -> None:
+        sent = [kept for outbox in context.mailbox._outboxes.values() for kept in outbox.sent]
+        held.extend(tensor is not None for _, _, tensor, _ in sent)
+        context.run(action)
+
+    def main(group: LocalGroup) -> None:
+        stage = PipelineStage(nn.Linear(4, 4), group.rank, 2, "cpu", group=group)
+        pipeline = Pipeline(stage, "1F1B", num_microbatches=2, loss_fn=nn.functional.mse_loss)
+        pipeline.register_custom_function(Backward, look)
+        pipeline.step(torch.randn(2, 4), target=torch.randn(2, 4))
+
+    penstock.local_ranks(2, main)
+    assert held
+    assert not any(held)
+
+
 class Watched(AbstractComm):
     """Passes all on to another comm, and notes what has not been waited for."""
 
     def __init__(self, comm: AbstractComm) -> None:
-        self.rank, self.num_ranks = comm.rank, comm.num_ranks
+        self.rank, self.num_ranks, self.place = comm.rank, comm.num_ranks, comm.place
         self._comm = comm
         self.num_sending = self.num_posted = self.most_posted = 0
 

@@ -92,7 +92,7 @@ class PackingComm(AbstractComm):
     """Counts what goes through another one, which it says packs, and notes who is waited for."""
 
     def __init__(self, comm: AbstractComm, *, packs: bool) -> None:
-        self.rank, self.num_ranks = comm.rank, comm.num_ranks
+        self.rank, self.num_ranks, self.place = comm.rank, comm.num_ranks, comm.place
         self._comm, self._packs = comm, packs
         self.sizes: list[int] = []
         self.num_waits = 0

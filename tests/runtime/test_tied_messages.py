@@ -24,7 +24,7 @@ class CountingComm(AbstractComm):
     """Counts the messages that it sends by another one."""
 
     def __init__(self, comm: AbstractComm) -> None:
-        self.rank, self.num_ranks = comm.rank, comm.num_ranks
+        self.rank, self.num_ranks, self.place = comm.rank, comm.num_ranks, comm.place
         self.num_sent = 0
         self._comm = comm
 

@@ -306,6 +306,10 @@ class PendingBackward:
         """True if the forward has run regions that `penstock.compile` compiled."""
         return self._calls.is_any_noted
 
+    def rerunning(self) -> AbstractContextManager[None]:
+        """Return a context for running modules of the forward again, to fill in what it saved."""
+        return self._engine._running(self._token)
+
     def backward_input(
         self, output_grads: Any = None, *, loss: Any = None
     ) -> tuple[InputGrads, "PendingWeights"]:

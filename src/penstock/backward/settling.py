@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.backward.terms import Term, Total, value_of
 from penstock.torch_private import (
+    FakeTensor,
     foreach_add_,
     grad_and_hooks,
     is_dtensor,
@@ -31,8 +32,8 @@ Terms: TypeAlias = list[tuple[Tensor, Term]]
 Tails: TypeAlias = list[tuple[GradientEdge, Term]]
 """Terms, each with the edge in the graph where it arrives: autograd continues from there."""
 
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-"""The classes of tensors that have nothing but their values."""
+PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
+"""The classes of tensors that have nothing but their values; in a dry run, not even these."""
 # Up to this size a call costs more than the addition, so small additions share a call.
 _FEW_ELEMENTS = 2**14
 
@@ -119,7 +120,8 @@ def _settle(
         param, term = entry
         grad, hooks, late_hooks = grad_and_hooks(param)
         is_usual = (  # Asked first, without a call.
-            type(grad) is Tensor
+            grad is not None
+            and type(grad) in PLAIN_TYPES
             and type(param) in PLAIN_TYPES
             and grad.dtype is param.dtype
             and grad.layout is torch.strided
@@ -167,7 +169,7 @@ def _add_plainly(terms: Terms, grads: Sequence[Tensor | None], are_ours: bool) -
         elif grad.layout is not torch.strided:  # A sparse term came first.
             param.grad = value + grad
         elif (
-            type(value) is Tensor
+            type(value) in PLAIN_TYPES
             and value.dtype is grad.dtype
             and value.numel() <= _FEW_ELEMENTS
             and value.layout is torch.strided

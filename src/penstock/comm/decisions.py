@@ -3,7 +3,6 @@
 On these channels, a rank that fails is noticed at once by all ranks that wait for it.
 """
 
-import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ import torch
 
 from penstock.comm import AbstractComm
 from penstock.comm.channels import both_ways
+from penstock.comm.plain_values import of_bytes, to_bytes
 from penstock.ir import Rank
 from penstock.ir.message import Channel
 
@@ -49,8 +49,8 @@ def channels_of_rank_0(num_ranks: int) -> set[Channel]:
 def send_value(
     comm: AbstractComm, device: torch.device, receiver: Rank, value: Any, what: str
 ) -> None:
-    """Send a value that can be pickled, and wait until it may be changed."""
-    body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    """Send a value that `to_bytes` takes, and wait until it may be changed."""
+    body = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8).to(device)
     size = torch.tensor([len(body)], device=device)
     transfers = [comm.send(tensor, receiver) for tensor in (size, body)]
     for transfer in transfers:
@@ -63,4 +63,4 @@ def recv_value(comm: AbstractComm, device: torch.device, sender: Rank, what: str
     comm.recv(size, sender).wait(lambda: what)
     body = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
     comm.recv(body, sender).wait(lambda: what)
-    return pickle.loads(body.cpu().numpy().tobytes())
+    return of_bytes(body.cpu().numpy().tobytes())

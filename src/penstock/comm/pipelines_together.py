@@ -5,7 +5,6 @@ together, each in its own pipeline. `groups` are the ranks that hold the same st
 pipelines: one group for each dimension of their mesh, in an order that is the same on all ranks.
 """
 
-import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from penstock.comm.plain_values import of_bytes, to_bytes
 from penstock.comm.timed_collectives import all_gather
 from penstock.errors import CommError
 
@@ -85,13 +85,13 @@ class Peers:
         gather = partial(
             all_gather, group=group, timeout_s=self.timeout_s, what=what, expected=expected
         )
-        body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        body = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8).to(self.device)
         counts = gather(torch.tensor([len(body)], device=self.device))
         sizes = [int(count.item()) for count in counts]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(body)] = body
         bodies = gather(padded)
         return [
-            pickle.loads(found[:size].cpu().numpy().tobytes())
+            of_bytes(found[:size].cpu().numpy().tobytes())
             for found, size in zip(bodies, sizes, strict=True)
         ]

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.backward.settling import PLAIN_TYPES
 from penstock.backward.structure import describe
 from penstock.comm.collective_results import values_of, waited
 from penstock.errors import StageError
@@ -132,7 +133,7 @@ def _value_alone(loss: Any) -> Any:
 
     On the CPU, `mse_loss` and its like return one value in the memory of all that they reduced.
     """
-    if type(loss) is Tensor and loss.untyped_storage().nbytes() > loss.nbytes:
+    if type(loss) in PLAIN_TYPES and loss.untyped_storage().nbytes() > loss.nbytes:
         return loss.clone()
     return loss
 

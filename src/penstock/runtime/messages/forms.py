@@ -6,8 +6,6 @@ shapes, the form is sent before the message. Later both ends know it: the receiv
 buffers ahead, and the sender checks each message against it.
 """
 
-import io
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.comm.plain_values import to_bytes
 from penstock.errors import PipeliningShapeError, StageError
 from penstock.runtime.messages.packing import Packing
 from penstock.runtime.messages.sendable import is_memory_alone
 from penstock.stage.dtensors import Spread, local_part
 from penstock.stage.examples import check_alike, check_spread, check_tensor
-from penstock.torch_private import REGISTER_PYTREE_NODE, pytree
+from penstock.torch_private import FakeTensor, pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class Form:
         return cls(structure, tuple(leaves))
 
     def as_tree(self) -> Any:
-        """Return what `of_tree` takes; unlike the structure by itself, it can be pickled."""
+        """Return what `of_tree` takes; unlike the structure by itself, it can be sent."""
         return unflatten(self.leaves, self.structure)
 
     def values_of(
@@ -162,25 +161,6 @@ class Form:
                 check_alike(f"{place} {number}", form.spread, found.spread, _KEEP_FORM)
 
 
-def pickle_form(form: Form) -> bytes:
-    """Pickle a form for another process; pickle.loads and `Form.of_tree` restore it."""
-    file = io.BytesIO()
-    _FormPickler(file).dump(form.as_tree())
-    return file.getvalue()
-
-
-class _FormPickler(pickle.Pickler):
-    """A pickler that refuses tensors: one that pytree did not find would lose its gradient."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            raise TypeError(
-                "it contains a tensor in an object that torch cannot look into; register its class "
-                f"with {REGISTER_PYTREE_NODE}, or return tuples or dicts"
-            )
-        return NotImplemented
-
-
 def flatten(arguments: tuple[Any, ...]) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the leaves of nested arguments, and the structure that they are nested in."""
     if len(arguments) == 1 and type(arguments[0]) is Tensor:  # As nearly all messages are.
@@ -201,7 +181,7 @@ def unflatten(leaves: Sequence[Any], structure: pytree.TreeSpec) -> tuple[Any, .
 
 
 _KEEP_FORM = "Keep it the same in all steps, or make the stages with dynamic_shapes=True."
-_LEAF_TYPES = frozenset((Tensor, TensorForm, NoneType))
+_LEAF_TYPES = frozenset((Tensor, FakeTensor, TensorForm, NoneType))
 
 
 @cache
@@ -216,7 +196,7 @@ def _are_same(first: Any, second: Any) -> bool:
     """Return whether two values other than tensors are equal; `==` fails for arrays and NaN."""
     if first is second or type(first) is not type(second):
         return first is second
-    return pickle.dumps(first) == pickle.dumps(second)
+    return to_bytes(first) == to_bytes(second)
 
 
 def _changed(place: str, what: str, expected: Any, got: Any) -> PipeliningShapeError:

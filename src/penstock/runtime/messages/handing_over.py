@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.backward.settling import PLAIN_TYPES
 from penstock.errors import StageError
 from penstock.ir import MicrobatchId
 from penstock.microbatches.hidden_tensors import hides_gradient
@@ -29,6 +30,6 @@ def hand_over(
 
 
 def _own_copy(leaf: Any) -> Any:
-    if (type(leaf) is Tensor or is_dtensor(leaf)) and not leaf.requires_grad:
+    if (type(leaf) in PLAIN_TYPES or is_dtensor(leaf)) and not leaf.requires_grad:
         return copy_with_spread(leaf)
     return leaf

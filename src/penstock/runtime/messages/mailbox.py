@@ -1,10 +1,10 @@
 """The messages of one step: receives are posted early, and sends are waited for late.
 
-A sent tensor is kept until its receiver certainly has it. A message that comes back shows this,
-since its sender acts in order (`Program.received_before`); at the latest, the end of the step does.
+A sent tensor is kept until its receiver certainly has it, unless the link has copied it. A message
+that comes back shows this, since its sender acts in order (`Program.received_before`); at the
+latest, the end of the step does.
 """
 
-import pickle
 from collections import deque
 from functools import partial
 from itertools import zip_longest
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from penstock.comm import AbstractComm, Transfer
 from penstock.comm.abstract_comm import copy_of
+from penstock.comm.plain_values import of_bytes, to_bytes
 from penstock.errors import StageError
 from penstock.ir import Message, Rank
 from penstock.runtime.measuring.observer import AbstractClock
-from penstock.runtime.messages.forms import Form, TensorForm, pickle_form
+from penstock.runtime.messages.forms import Form, TensorForm
 from penstock.runtime.messages.letters import LETTER_BYTES, as_letters, open_letter
 from penstock.runtime.messages.sendable import as_sent, check_mode
 from penstock.runtime.program import Program
@@ -46,7 +47,8 @@ class Mailbox:
         *,
         is_dynamic: bool = False,
     ) -> None:
-        check_mode(device)
+        if not comm.is_dry:
+            check_mode(device)
         self._comm = comm
         self._flow = program.flow
         self._received_before = program.received_before
@@ -81,7 +83,7 @@ class Mailbox:
             ready = form.packing.pack(ready)
         for tensor in ready:
             transfer = self._comm.send(tensor, receiver)
-            outbox.sent.append((outbox.num_sent, message, tensor, transfer))
+            outbox.sent.append((outbox.num_sent, message, outbox.kept(tensor), transfer))
 
     def receive(self, message: Message) -> tuple[Form, list[Tensor]]:
         """Wait for a message; return its form and its tensors."""
@@ -137,7 +139,8 @@ class Mailbox:
         known = form.leaves if form is not None else ()
         for number, (leaf, like) in enumerate(zip_longest(leaves, known)):
             if isinstance(leaf, Tensor):
-                ready.append(as_sent(local_part(leaf), self._device, place, number))
+                part = local_part(leaf)
+                ready.append(as_sent(part, self._device, place, number, is_dry=self._comm.is_dry))
             elif leaf is None and isinstance(like, TensorForm):
                 ready.append(like.zeros(self._device))
         return ready
@@ -164,18 +167,17 @@ class Mailbox:
     def _send_form(self, message: Message, form: Form, outbox: "_Outbox", receiver: Rank) -> Form:
         """Send a form; return it as the receiver has it: the stage may change its own values."""
         try:
-            pickled = pickle_form(form)
+            content = to_bytes(form.as_tree())
         except Exception as exc:
             raise StageError(
                 f"{self._place(message)} cannot be sent to rank {receiver}: {exc}. Expected tensors"
-                ", and values that can be pickled. Let the stage return only what the next one "
-                "needs."
+                ", and values that are data. Let the stage return only what the next one needs."
             ) from exc
-        for part in as_letters(pickled):
+        for part in as_letters(content):
             letter = torch.frombuffer(part, dtype=torch.uint8).to(self._device)
             transfer = self._comm.send(letter, receiver)
-            outbox.sent.append((outbox.num_sent, message, letter, transfer))
-        return Form.of_tree(pickle.loads(pickled))
+            outbox.sent.append((outbox.num_sent, message, outbox.kept(letter), transfer))
+        return Form.of_tree(of_bytes(content))
 
     def _post_ahead(self, sender: Rank, inbox: "_Inbox") -> None:
         while (
@@ -207,10 +209,10 @@ class Mailbox:
         if self._is_void(message):
             return Form.of_tree(())
         letter = self._receive_bytes(LETTER_BYTES, message, sender)
-        pickled, num_left = open_letter(letter)
+        content, num_left = open_letter(letter)
         if num_left > 0:
-            pickled += self._receive_bytes(num_left, message, sender)
-        return Form.of_tree(pickle.loads(pickled))
+            content += self._receive_bytes(num_left, message, sender)
+        return Form.of_tree(of_bytes(content))
 
     def _receive_bytes(self, count: int, message: Message, sender: Rank) -> bytes:
         buffer = torch.empty(count, dtype=torch.uint8, device=self._device)
@@ -262,4 +264,8 @@ class _Outbox:
         self.packs = comm.packs(receiver)
         self.needs_every_wait = comm.needs_every_wait(receiver)
         self.num_sent = 0
-        self.sent: deque[tuple[int, Message, Tensor, Transfer]] = deque()
+        self.sent: deque[tuple[int, Message, Tensor | None, Transfer]] = deque()
+
+    def kept(self, tensor: Tensor) -> Tensor | None:
+        """Return what must stay alive of a tensor that is being sent."""
+        return None if self.copies else tensor

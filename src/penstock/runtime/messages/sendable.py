@@ -7,12 +7,18 @@ the process (no memory to read), or arrive as something else (a subclass, a layo
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock.backward.settling import PLAIN_TYPES
 from penstock.comm.collective_results import waited
 from penstock.errors import StageError
-from penstock.torch_private import is_functional_tensor, is_functorch_wrapped_tensor
+from penstock.torch_private import (
+    FakeTensor,
+    is_functional_tensor,
+    is_functorch_wrapped_tensor,
+)
+
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+"""The classes of tensors whose memory holds everything about them."""
 
 
 class Fault(NamedTuple):
@@ -24,13 +30,23 @@ class Fault(NamedTuple):
     """The change to make in the stage that returns it."""
 
 
-def as_sent(tensor: Tensor, device: torch.device, place: str, number: int | None = None) -> Tensor:
+def as_sent(
+    tensor: Tensor,
+    device: torch.device,
+    place: str,
+    number: int | None = None,
+    *,
+    is_dry: bool = False,
+) -> Tensor:
     """Return the values of a tensor as they are sent: everything sent goes through here.
 
     Raise an error if the tensor cannot be sent from a stage on `device`. `place` names it, and
-    `number` says which of several it is.
+    `number` says which of several it is. If `is_dry`, nothing is sent, and a tensor may be without
+    values.
     """
     tensor = waited(tensor)
+    if is_dry and type(tensor) is FakeTensor:
+        return tensor.detach().contiguous()
     if (fault := find_fault(tensor, device)) is not None:
         which = place if number is None else f"{place} {number}"
         raise StageError(
@@ -70,7 +86,7 @@ def find_fault(tensor: Tensor, device: torch.device) -> Fault | None:
     This takes about a microsecond if nothing is wrong, so every tensor can be checked.
     """
     if (
-        type(tensor) in PLAIN_TYPES
+        type(tensor) in _PLAIN_TYPES
         and tensor.layout is torch.strided
         and (tensor.device == device or _is_on(device, tensor.device))
         and not tensor.is_nested
@@ -137,7 +153,7 @@ def _explain(tensor: Tensor, device: torch.device) -> Fault:
         return Fault(f"a {name}", "return its values and offsets, or a padded tensor")
     if kind.__name__ == "DTensor":
         return Fault("a DTensor", "return its local part, to_local(), or all of it, full_tensor()")
-    if kind not in PLAIN_TYPES:
+    if kind not in _PLAIN_TYPES:
         return Fault(
             f"of class {kind.__module__}.{kind.__qualname__}, a subclass of Tensor",
             "return plain tensors: those that it consists of, or its as_subclass(torch.Tensor)",
