@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from fuzzing import IS_LONG
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
+
+    from network_hosts import Hosts
 
 torch.set_num_threads(1)
 gc.disable()  # Until all tests are collected: what is made until then is there to stay.
@@ -47,10 +50,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    hide_from_collector()
+    gc.enable()
+
+
+def hide_from_collector() -> None:
     """Hide what is there to stay from the collector, which many tests call again and again."""
     gc.collect()
     gc.freeze()
-    gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _modules_loaded_late() -> Iterator[None]:
+    """Hide what the tests of a file have loaded too, such as torch's compiler."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + 50:
+        hide_from_collector()
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +88,14 @@ def browser() -> "Iterator[Chrome]":
         patch.setenv("no_proxy", "localhost,127.0.0.1")  # The driver is on this machine.
         with chromium() as browser:
             yield browser
+
+
+@pytest.fixture(scope="session")
+def hosts() -> "Iterator[Hosts]":
+    """Three hosts on one machine, for the tests in tests/hosts."""
+    from network_hosts import Hosts, missing
+
+    if reason := missing():
+        pytest.skip(reason)
+    with Hosts(3) as hosts:
+        yield hosts

@@ -18,7 +18,7 @@ from penstock import LocalGroup
 from penstock.comm import AbstractComm, Describe, Transfer
 from penstock.comm.abstract_comm import BEGINNING, Work
 from penstock.comm.channels import OpenChannels
-from penstock.comm.links import NcclLink
+from penstock.comm.links import PairLink
 from penstock.ir.message import Channel
 
 WaitUntil = Callable[[Callable[[], bool], Describe], None]
@@ -90,7 +90,7 @@ class PairEnd:
 
 
 class ImitatedComm(AbstractComm):
-    """A comm by real NcclLinks, opened by the real code, over imitated groups.
+    """A comm by real PairLinks, opened by the real code, over imitated groups.
 
     `pairs` is one dictionary for all ranks.
     """
@@ -101,8 +101,9 @@ class ImitatedComm(AbstractComm):
         self._pairs = pairs
         self._group = group
         self._loopback: Any = LocalGroup.connect(group)
+        self.place = self._loopback.place
         self._links = {
-            other: NcclLink(self.rank, other, torch.device("cpu"), self.make_pair)
+            other: PairLink(self.rank, other, torch.device("cpu"), self.make_pair)
             for other in range(self.num_ranks)
             if other != self.rank
         }
@@ -121,7 +122,7 @@ class ImitatedComm(AbstractComm):
         self._channels.open(channels, self._connect)
 
     def copies(self, receiver: int) -> bool:
-        return NcclLink.copies
+        return PairLink.copies
 
     def send(self, tensor: Tensor, receiver: int) -> Transfer:
         self._channels.check(self.rank, receiver)

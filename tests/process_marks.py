@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,30 @@ def processes_with(mark: str) -> dict[int, bytes]:
         if mark.encode() in environment:
             found[int(path.parent.name)] = environment
     return found
+
+
+def rank_processes(mark: str) -> list[int]:
+    """The processes that a launcher of ours has started as ranks, in their order, then spares."""
+    return sorted(
+        pid
+        for pid in processes_with(mark)
+        if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+
+
+def is_sentinel(pid: int) -> bool:
+    """Whether a process is the one that the watch starts beside a rank."""
+    return b"penstock.watch.sentinel" in Path("/proc", str(pid), "cmdline").read_bytes()
+
+
+def none_is_left(mark: str, limit_s: float) -> bool:
+    """Whether all processes with a mark end in time: sentinels see their rank end, and then end."""
+    until_s = time.monotonic() + limit_s
+    while processes_with(mark):
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def end_with_the_tests() -> None:

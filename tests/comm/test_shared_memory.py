@@ -280,6 +280,14 @@ def test_listener_refuses_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
         stranger.recv(1)
 
 
+def test_process_of_another_user_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have taken the name of a process of ours that ended."""
+    listener = Listener()
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    with pytest.raises(PermissionError, match="another user's process listens under"):
+        connect(listener.name, 1, HANG_S)
+
+
 @pytest.mark.parametrize("processor", ["aarch64", "arm64", "ppc64le", "riscv64", "i686", ""])
 def test_processor_that_may_reorder_memory_uses_no_shared_memory(
     processor: str, monkeypatch: pytest.MonkeyPatch

@@ -163,6 +163,7 @@ class Session:
         scenarios: Sequence[tuple[str, Scenario]],
         *,
         shared_memory: str = "1",
+        watch: str = "1",
     ) -> None:
         self.folder = folder
         self.num_ranks = num_ranks
@@ -170,6 +171,7 @@ class Session:
         env = {
             "GLOO_SOCKET_IFNAME": "lo",
             "PENSTOCK_SHARED_MEMORY": shared_memory,
+            "PENSTOCK_WATCH": watch,
             "PENSTOCK_TEST_FOLDER": str(folder),
         }
         args = (num_ranks, str(folder), list(scenarios), env)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -458,10 +459,10 @@ def test_a_timeout_without_end_is_taken_or_refused(session: Session) -> None:
 def test_a_device_without_channels_is_rejected(session: Session) -> None:
     for report in session.reports("no channels"):
         assert report.is_a("StageError"), report.trace
-        expected = (
-            "device is meta, and there are no channels for meta. Put the stages on cpu or cuda."
+        assert report.text.startswith(
+            "device is meta, and the process group has no backend for meta (it has cpu:gloo"
         )
-        assert expected == report.text
+        assert report.text.endswith("or put the stages on cpu or cuda.")
 
 
 def test_a_new_pipeline_works_after_all_that_failed(session: Session) -> None:
@@ -490,9 +491,10 @@ def test_a_process_that_is_killed_ends_all_others(session: Session) -> None:
             report = session.report("kill", rank)
             assert report.is_a("CommError"), report.trace
             assert not report.is_a("DeadlineError"), report.trace
-            assert f"on rank {VICTIM}, because the connection was lost (" in report.text
-            end = "The other process ended without reporting an error: see its logs."
-            assert end in report.text
+            dead = f"(host {socket.gethostname()}, stage {VICTIM}) was killed by SIGKILL, in step"
+            assert f", because rank {VICTIM} {dead}" in report.text
+            place = f", in {VICTIM}F1 (forward of microbatch 1 on stage {VICTIM})."
+            assert report.text.endswith(place)
             assert report.ended_at - session.failed_at("kill") < SOON_S
 
 

@@ -56,7 +56,8 @@ def _as_if_nccl() -> Iterator[None]:
     """Let pipelines take the links of CUDA devices, though their tensors are on the CPU."""
 
     def open_links(self: ProcessGroupComm, device: torch.device) -> None:
-        self._open_nccl(device, [r for r in range(self.num_ranks) if r != self.rank])
+        others = [r for r in range(self.num_ranks) if r != self.rank]
+        self._open_pairs(device, others, self._pair_maker(torch.device("cuda")))
 
     with pytest.MonkeyPatch.context() as patch:
         # This torch may have been built without it.

@@ -13,7 +13,7 @@ from imitated_nccl import ImitatedComm, Pairs, imitate_nccl
 from local_steps import mean_square, mlp, mlp_batch
 from penstock import LocalGroup, Pipeline, local_ranks, schedules
 from penstock.comm.channels import both_ways
-from penstock.comm.links import NcclLink
+from penstock.comm.links import PairLink
 from penstock.errors import CommError
 from penstock.ir import Placement
 from penstock.ir.message import Channel
@@ -116,10 +116,10 @@ def test_ties_that_connect_at_their_first_message_are_found_out(
 ) -> None:
     """Each rank that holds a copy sends first, and would wait for the other to receive."""
 
-    def make_group(self: NcclLink, channel: Channel, timeout_s: float) -> None:
+    def make_group(self: PairLink, channel: Channel, timeout_s: float) -> None:
         self._groups[channel] = self._make_pair(channel)
 
-    monkeypatch.setattr(NcclLink, "connect", make_group)
+    monkeypatch.setattr(PairLink, "connect", make_group)
     with pytest.raises(
         CommError, match="no rank can go on: rank 0 waits for a first use of 0 to 2"
     ):

@@ -8,7 +8,7 @@ from bare_steps import run_bare_steps
 from fuzzing import IS_LONG
 from imitated_nccl import ImitatedComm, Pairs
 from penstock import LocalGroup, Schedule, local_ranks, schedules
-from penstock.comm.links import NcclLink
+from penstock.comm.links import PairLink
 from penstock.errors import CommError
 from penstock.ir.message import Channel
 from penstock.passes.simpler_orders import keep_forwards
@@ -112,10 +112,10 @@ def test_channels_that_connect_at_their_first_message_are_found_out(
     """Groups used to connect at their first message: rank 0 waited for rank 2 to take its first
     gradient, rank 2 for an activation of rank 1, and rank 1 for one of rank 0."""
 
-    def make_group(self: NcclLink, channel: Channel, timeout_s: float) -> None:
+    def make_group(self: PairLink, channel: Channel, timeout_s: float) -> None:
         self._groups[channel] = self._make_pair(channel)
 
-    monkeypatch.setattr(NcclLink, "connect", make_group)
+    monkeypatch.setattr(PairLink, "connect", make_group)
     run(schedules.get("1F1B")(num_ranks=3, num_microbatches=5))  # Not every schedule shows it.
     schedule = schedules.get("InterleavedZeroBubble")(num_ranks=3, num_microbatches=5)
     with pytest.raises(

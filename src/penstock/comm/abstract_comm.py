@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.errors import AgreementError
 from penstock.ir import Rank
 from penstock.ir.message import Channel
+from penstock.watch.place import Place
 
 BEGINNING = "to begin a first step with the same pipeline"
 
@@ -34,6 +35,8 @@ class AbstractComm(ABC):
 
     rank: Rank
     num_ranks: int
+    place: Place
+    """Where this rank writes what it does, for the watch."""
     is_dry: ClassVar[bool] = False
     """True if there are no other ranks, and the messages that arrive are zeros."""
 
@@ -122,6 +125,10 @@ class AbstractLink(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wake the other process if it waits for this one, and make its later waits fail."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Make all waits of this process fail, now and later; any thread may call it."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -1,18 +1,23 @@
-"""Links over torch.distributed: gloo between machines, NCCL between CUDA devices."""
+"""Links over torch.distributed: gloo between machines, NCCL and others between accelerators."""
 
 import contextlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from penstock.comm.abstract_comm import AbstractLink, Work, as_bytes
+from penstock.errors import StageError
 from penstock.ir import Rank
 from penstock.ir.message import Channel
-from penstock.torch_private import set_timeout
+from penstock.torch_private import make_registered_backend, set_timeout
+
+MakePair: TypeAlias = Callable[[Channel], Any]
+"""A function that makes this rank's end of a channel's group."""
 
 _TAG = 0
 _TAG_OF_NO_MESSAGE = 1
@@ -53,6 +58,10 @@ class GlooLink(AbstractLink):
             work = self._group.recv([torch.empty(1)], self._other, _TAG_OF_NO_MESSAGE)
             work.wait(timedelta(milliseconds=1))
 
+    def interrupt(self) -> None:
+        """Close all connections of the group: gloo ends the waits of all its threads then."""
+        self.close()
+
 
 class _GlooWork:
     __slots__ = ("_work",)
@@ -64,20 +73,19 @@ class _GlooWork:
         self._work.wait(timedelta(seconds=timeout_s))
 
 
-class NcclLink(AbstractLink):
-    """A link with an NCCL group for each channel that is connected.
+class PairLink(AbstractLink):
+    """A link between accelerators, with a group of two for each channel that is connected.
 
     NCCL runs all messages of two ranks in a group on one stream, where a send would wait for the
-    receive before it. It supports few dtypes, so it is given bytes. `make_pair` makes this rank's
-    end of a channel's group, in which the sender is rank 0 and the receiver is rank 1.
+    receive before it; the backends of other devices are written like it. It supports few dtypes,
+    so it is given bytes. `make_pair` makes this rank's end of a channel's group, in which the
+    sender is rank 0 and the receiver is rank 1.
     """
 
     # A wait lets this device's stream wait, so that memory is not used again too early.
     needs_every_wait = True
 
-    def __init__(
-        self, rank: Rank, other: Rank, device: torch.device, make_pair: Callable[[Channel], Any]
-    ) -> None:
+    def __init__(self, rank: Rank, other: Rank, device: torch.device, make_pair: MakePair) -> None:
         self._there, self._back = Channel(rank, other), Channel(other, rank)
         self._device = device
         self._make_pair = make_pair
@@ -98,7 +106,12 @@ class NcclLink(AbstractLink):
 
     def close(self) -> None:
         for group in self._groups.values():
-            group.abort()
+            with contextlib.suppress(AttributeError, RuntimeError):  # Not every backend has it.
+                group.abort()
+
+    def interrupt(self) -> None:
+        """Abort the groups: NCCL lets other threads do so."""
+        self.close()
 
     def _send(self, tensor: Tensor) -> distributed_c10d.Work:
         work: distributed_c10d.Work = self._groups[self._there].send([tensor], 1, _TAG)
@@ -114,12 +127,47 @@ def nccl_pair(store: distributed_c10d.Store, rank: Rank, timeout_s: float, chann
 
     NCCL has no deadline while it makes a communicator, so the two ranks first meet in the store.
     """
-    sender, receiver = channel
-    prefix = distributed_c10d.PrefixStore(f"nccl from {sender} to {receiver}", store)
-    meet(prefix, rank, receiver if rank == sender else sender, timeout_s)
+    prefix = meet_at(store, rank, channel, timeout_s)
     options = distributed_c10d.ProcessGroupNCCL.Options()
     set_timeout(options, timedelta(seconds=timeout_s))
-    return distributed_c10d.ProcessGroupNCCL(prefix, 0 if rank == sender else 1, 2, options)
+    return distributed_c10d.ProcessGroupNCCL(prefix, channel.index(rank), 2, options)
+
+
+def backend_pair(
+    store: distributed_c10d.Store, rank: Rank, timeout_s: float, backend: str, channel: Channel
+) -> Any:
+    """Make this rank's end of a channel's group over a backend by its name, as `nccl_pair`."""
+    prefix = meet_at(store, rank, channel, timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    kind = getattr(distributed_c10d, f"ProcessGroup{backend.upper()}", None)  # Such as XCCL.
+    if kind is None:
+        return make_registered_backend(backend, prefix, channel.index(rank), 2, timeout)
+    options = kind.Options()
+    set_timeout(options, timeout)
+    return kind(prefix, channel.index(rank), 2, options)
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend that a process group has for a device."""
+    described = str(dist.get_backend_config(group))
+    named = dict(part.split(":", 1) for part in described.split(",") if ":" in part)
+    if device.type not in named:
+        raise StageError(
+            f"device is {device}, and the process group has no backend for {device.type} (it has "
+            f"{described}). Make it with one, such as init_process_group('{device.type}:…'), or "
+            "put the stages on cpu or cuda."
+        )
+    return named[device.type]
+
+
+def meet_at(
+    store: distributed_c10d.Store, rank: Rank, channel: Channel, timeout_s: float
+) -> distributed_c10d.Store:
+    """Wait for the other end of a channel; return a store for their group."""
+    sender, receiver = channel
+    prefix = distributed_c10d.PrefixStore(f"channel from {sender} to {receiver}", store)
+    meet(prefix, rank, receiver if rank == sender else sender, timeout_s)
+    return prefix
 
 
 def meet(store: distributed_c10d.Store, rank: Rank, other: Rank, timeout_s: float) -> None:

@@ -25,6 +25,7 @@ from penstock.comm.channels import OpenChannels
 from penstock.errors import CommError, StageError
 from penstock.ir import Rank
 from penstock.ir.message import Channel
+from penstock.watch.place import Place
 
 Result = TypeVar("Result")
 
@@ -199,6 +200,7 @@ class _LoopbackComm(AbstractComm):
     def __init__(self, world: _World, rank: Rank) -> None:
         self.rank = rank
         self.num_ranks = world.num_ranks
+        self.place = Place.unread()
         self._world = world
         self._line = world.next_line(rank)
         self._num_gathers = 0

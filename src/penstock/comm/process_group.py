@@ -2,12 +2,12 @@
 
 A pipeline opens its own connections, so giving up does not close anything that others use. The
 medium depends on where the tensors are: shared memory between processes of one machine, gloo
-between machines, NCCL between CUDA devices.
+between machines, NCCL between CUDA devices, and between other devices the backend that the process
+group has for them.
 """
 
 import contextlib
 import os
-import pickle
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -32,16 +32,25 @@ from penstock.comm.abstract_comm import (
 )
 from penstock.comm.channels import OpenChannels
 from penstock.comm.failed_waits import Failures
-from penstock.comm.links import GlooLink, NcclLink, nccl_pair
-from penstock.comm.shared_memory import SharedMemoryLink
-from penstock.errors import (
-    PipelineError,
-    StageError,
+from penstock.comm.links import (
+    GlooLink,
+    MakePair,
+    PairLink,
+    backend_for,
+    backend_pair,
+    nccl_pair,
 )
+from penstock.comm.plain_values import of_bytes, to_bytes
+from penstock.comm.shared_memory import SharedMemoryLink
+from penstock.comm.world_watch import watch_world
+from penstock.errors import PipelineError
 from penstock.ir import Rank
 from penstock.ir.message import Channel
+from penstock.watch.place import Place
 
 _GAVE_UP = "gave up"
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+"""Pauses between two looks into the store."""
 
 
 class ProcessGroupComm(AbstractComm):
@@ -56,6 +65,7 @@ class ProcessGroupComm(AbstractComm):
     ) -> None:
         group = group or dist.group.WORLD
         assert group is not None
+        self._group = group
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self._timeout_s = timeout_s
@@ -63,11 +73,16 @@ class ProcessGroupComm(AbstractComm):
         made = f"penstock/made by rank {self.rank}"
         number = store.add(made, 1)
         self._store = distributed_c10d.PrefixStore(f"penstock/{number}", store)
-        self._failures = Failures(self._store, self.rank, timeout_s)
+        watch = watch_world()
+        self.place = Place.unread() if watch is None else watch.place
+        members = dist.get_process_group_ranks(group)
+        self._failures = Failures(self._store, self.rank, timeout_s, watch, members)
         self._gathered: list[str] = []
         self._is_open = True
         self._links: dict[Rank, AbstractLink] = {}
         self._channels = OpenChannels(self.rank)
+        if watch is not None:
+            watch.interrupting(self)
         try:
             self._open_links(device)
         except BaseException as exc:
@@ -86,15 +101,17 @@ class ProcessGroupComm(AbstractComm):
         number = len(self._gathered)
         keys = [f"gathered {number} from rank {rank}" for rank in range(self.num_ranks)]
         self._gathered.append(keys[self.rank])
+        has_put = self._store.check([keys[self.rank]])  # In an attempt that it gave up.
         self._put(keys[self.rank], value)
+        num_put = f"ranks in gather {number}"
+        self._store.add(num_put, 0 if has_put else 1)
         deadline_s = time.monotonic() + self._timeout_s
         while True:
-            left_s = max(deadline_s - time.monotonic(), 0.001)
             try:
-                self._store.wait(keys, timedelta(seconds=left_s))
+                self._wait_for_all(num_put, deadline_s)
                 # One question for all: the process that keeps the store answers one at a time.
-                values = [pickle.loads(value) for value in self._store.multi_get(keys)]
-            except RuntimeError as exc:
+                values = [of_bytes(value) for value in self._store.multi_get(keys)]
+            except (RuntimeError, TimeoutError) as exc:
                 awaited = f"{self._name_absent(keys)} {what}"
                 raise self._failures.explain(exc, awaited, self._timeout_s) from exc
             if not any(isinstance(x, str) and x == _GAVE_UP for x in values):
@@ -105,13 +122,27 @@ class ProcessGroupComm(AbstractComm):
                 raise self._failures.explain(TimeoutError(), awaited, self._timeout_s)
             time.sleep(0.05)
 
+    def _wait_for_all(self, count: str, deadline_s: float) -> None:
+        """Wait until all ranks were counted; raise an error at the deadline, or if one is dead.
+
+        The store's own wait cannot be interrupted.
+        """
+        pause_s = _SHORTEST_PAUSE_S
+        while self._store.add(count, 0) < self.num_ranks:
+            if time.monotonic() >= deadline_s or self._failures.find_dead():
+                raise TimeoutError
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
     def _name_absent(self, keys: list[str]) -> str:
+        if self._failures.find_dead():  # The store may be out of reach.
+            return "all ranks"
         with contextlib.suppress(RuntimeError):  # The process that keeps the store may have ended.
             return _name([r for r, key in enumerate(keys) if not self._store.check([key])])
         return "all ranks"
 
     def _put(self, key: str, value: Any) -> None:
-        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # takes bytes too
+        self._store.set(key, to_bytes(value))  # type: ignore[arg-type]  # takes bytes too
 
     def open(self, channels: Iterable[Channel]) -> None:
         self._channels.open(channels, self._connect)
@@ -161,12 +192,13 @@ class ProcessGroupComm(AbstractComm):
         for link in self._links.values():
             link.close()
 
+    def interrupt(self) -> None:
+        """End all waits of this rank, as the watch has found a rank dead; any thread may call."""
+        for link in list(self._links.values()):
+            link.interrupt()
+
     def _open_links(self, device: torch.device) -> None:
-        if device.type not in ("cpu", "cuda"):
-            raise StageError(
-                f"device is {device}, and there are no channels for {device.type}. "
-                "Put the stages on cpu or cuda."
-            )
+        make_pair = None if device.type == "cpu" else self._pair_maker(device)
         machine = shared_memory.find_machine()
         if device.type != "cpu" or os.environ.get("PENSTOCK_SHARED_MEMORY") == "0":
             machine = ""
@@ -174,8 +206,8 @@ class ProcessGroupComm(AbstractComm):
         gathered = self.gather((device.type, machine, listener.name if listener else b""))
         check_agreement([{"device": device_type} for device_type, _, _ in gathered])
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        if device.type == "cuda":
-            self._open_nccl(device, others)
+        if make_pair is not None:
+            self._open_pairs(device, others, make_pair)
             return
         if listener is not None:
             names = {rank: gathered[rank][2] for rank in others if gathered[rank][1] == machine}
@@ -191,11 +223,19 @@ class ProcessGroupComm(AbstractComm):
             for rank in others:
                 self._links.setdefault(rank, GlooLink(group, rank))
 
-    def _open_nccl(self, device: torch.device, others: Iterable[Rank]) -> None:
+    def _pair_maker(self, device: torch.device) -> MakePair:
+        """Return what makes the group of a channel between accelerators."""
+        if device.type == "cuda":
+            return partial(nccl_pair, self._store, self.rank, self._timeout_s)
+        backend = backend_for(self._group, device)
+        return partial(backend_pair, self._store, self.rank, self._timeout_s, backend)
+
+    def _open_pairs(
+        self, device: torch.device, others: Iterable[Rank], make_pair: MakePair
+    ) -> None:
         """Make links to all other ranks; their channels are connected when they are opened."""
-        make_pair = partial(nccl_pair, self._store, self.rank, self._timeout_s)
         for other in others:
-            self._links[other] = NcclLink(self.rank, other, device, make_pair)
+            self._links[other] = PairLink(self.rank, other, device, make_pair)
 
     def _open_shared_memory(
         self, listener: shared_memory.Listener, names: dict[Rank, bytes]

@@ -100,9 +100,13 @@ class SharedMemoryLink(AbstractLink):
 
     def close(self) -> None:
         """Shut the socket down: a waiting process notices at once, even if a fork has a copy."""
+        self.interrupt()
+        self._release()
+
+    def interrupt(self) -> None:
+        """Shut the socket down, and leave it open: its number must not be used again by others."""
         with contextlib.suppress(OSError):  # It may already be closed, here or at the other end.
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._release()
 
     def __del__(self) -> None:
         self._release()
@@ -285,10 +289,8 @@ class Listener:
         while True:
             self._socket.settimeout(max(deadline_s - time.monotonic(), 1e-3))
             connection, _ = self._socket.accept()
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            _, user, _ = struct.unpack("3i", credentials)
             connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
-            said = connection.recv(_NUMBER.size) if user == os.getuid() else b""
+            said = connection.recv(_NUMBER.size) if _is_of_this_user(connection) else b""
             if len(said) == _NUMBER.size:
                 return _NUMBER.unpack(said)[0], connection
             connection.close()
@@ -305,8 +307,18 @@ def connect(name: bytes, rank: int, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(timeout_s)
     connection.connect(name)
+    if not _is_of_this_user(connection):  # The process that listened there may have ended.
+        connection.close()
+        raise PermissionError(errno.EPERM, f"another user's process listens under {name!r}")
     connection.send(_NUMBER.pack(rank))
     return connection
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    """Return whether the process at the other end is of the user of this one."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, user, _ = struct.unpack("3i", credentials)
+    return bool(user == os.getuid())
 
 
 def find_machine() -> str:

@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.comm import AbstractComm, LocalGroup, ProcessGroupComm
-from penstock.comm.dry_run import DryRunComm, is_dry_run
+from penstock.comm import AbstractComm, DryGroup, LocalGroup, ProcessGroupComm
+from penstock.comm.dry_run import fake_group_comm, is_dry_run
 from penstock.errors import CommError
 from penstock.ir import Rank
-from penstock.stage import Group
+from penstock.stage.stage_checks import StageGroup
+
+PREPARING = "in preparing a step"
 
 
 class Connection:
@@ -19,7 +21,7 @@ class Connection:
 
     def __init__(
         self,
-        group: Group,
+        group: StageGroup,
         rank: Rank,
         device: torch.device,
         timeout_s: float,
@@ -34,12 +36,17 @@ class Connection:
         self._clean_up = clean_up
         self._comm: AbstractComm | None = None
         self._failure = ""
+        self._doing = ""
+        self._before = b""
 
-    def failing_together(self) -> "Connection":
+    def failing_together(self, doing: str) -> "Connection":
         """Return a context that gives the channels; an error in it ends the pipeline on all ranks.
 
-        It is this object: a context of its own for every step would take longer.
+        `doing` says what the rank does in it, in words that follow a verb; the watch shows it to
+        the others if this rank dies. It is this object: a context of its own for every step would
+        take longer.
         """
+        self._doing = doing
         return self
 
     def __enter__(self) -> AbstractComm:
@@ -55,9 +62,12 @@ class Connection:
             except BaseException as error:
                 self._fail(error)
                 raise
+        self._before = self._comm.place.enter(self._doing)
         return self._comm
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._comm is not None:
+            self._comm.place.go_back(self._before)
         if error is not None:
             self._fail(error)
 
@@ -77,8 +87,8 @@ class Connection:
         self._failure = self._failure or "it was closed"
 
     def _connect(self) -> AbstractComm:
-        if isinstance(self._group, LocalGroup):
+        if isinstance(self._group, LocalGroup | DryGroup):
             return self._group.connect()
         if is_dry_run(self._group):
-            return DryRunComm(self._group)
+            return fake_group_comm(self._group)
         return ProcessGroupComm(self._group, self._device, self._timeout_s)

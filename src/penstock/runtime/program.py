@@ -26,12 +26,13 @@ from penstock.ir import (
     StageId,
     Unshard,
 )
-from penstock.ir.action import SingleCompute, compute_parts, recomputed_by
+from penstock.ir.action import SingleCompute, compute_parts, in_words, recomputed_by
 from penstock.ir.dataflow import Dataflow, sent_by
 from penstock.ir.lazy_orders import Order
 from penstock.ir.message import Channel
 from penstock.passes import verify
 from penstock.passes.sends_and_skips import flow_of_sends, with_sends
+from penstock.watch.place import as_action
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Entry:
 
     action: Action
     tasks: tuple[Task, ...]
+    words: bytes
+    """The action as the watch shows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,7 @@ def _entries(order: Order, flow: Dataflow) -> Iterator[Entry]:
                 )
                 for part in compute_parts(action)
             ),
+            as_action(in_words(action)),
         )
 
 
