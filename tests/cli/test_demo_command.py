@@ -16,6 +16,7 @@ from penstock.schedules import get
 from penstock.sim import simulate
 from penstock.timeline import RecordedStep
 from penstock.training.gpt_sizes import GptConfig
+from penstock.training.launching import Attempt
 from penstock.training.settings import TrainConfig
 from penstock.training.side_by_side import Contender
 from penstock.training.trainer import StepDone
@@ -47,8 +48,8 @@ def test_option_that_cannot_be_used_is_told_in_one_line_before_anything_starts(
 def test_each_rank_gets_the_options_that_were_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[tuple[list[str], int]] = []
-    monkeypatch.setattr(module, "start_ranks", lambda *given: started.append(given) or 7)
+    started: list[Attempt] = []
+    monkeypatch.setattr(module, "start_ranks", lambda first: started.append(first) or 7)
     args = [
         "--steps=7",
         "--schedule=ZB-H1",
@@ -57,7 +58,7 @@ def test_each_rank_gets_the_options_that_were_given(
         f"--folder={tmp_path / 'new' / 'folder'}",
     ]
     assert 7 == run("demo", *args).code
-    assert [(["demo", *args], 3)] == started
+    assert [(["demo", *args], 3, 0)] == started
     assert (tmp_path / "new" / "folder").is_dir()
 
 

@@ -16,6 +16,7 @@ from penstock import schedules
 from penstock.cli.train_display import Bar, JsonLines, Lines, Silence, make_display
 from penstock.training.gpt_sizes import GptConfig
 from penstock.training.held_out import Evaluated
+from penstock.training.launching import Attempt
 from penstock.training.settings import TrainConfig
 from penstock.training.trainer import StepDone, Trained
 from penstock.training.watching import Seen
@@ -78,10 +79,10 @@ def test_each_rank_gets_the_options_that_were_given(
 ) -> None:
     text = tmp_path / "some text"
     text.write_bytes(b"a" * 100)
-    started: list[tuple[list[str], int]] = []
+    started: list[Attempt] = []
 
-    def note(args: list[str], num_ranks: int) -> int:
-        started.append((args, num_ranks))
+    def note(first: Attempt, go_on: object) -> int:
+        started.append(first)
         return 7
 
     monkeypatch.setattr(module, "start_ranks", note)
@@ -119,6 +120,10 @@ def test_each_rank_gets_the_options_that_were_given(
         "--checkpoint": str(tmp_path / "run"),
         "--every": "11",
         "--keep": "3",
+        "--restarts": "2",
+        "--min-ranks": "1",
+        "--spares": "1",
+        "--snapshot-every": "5",
         "--sample": "some text",
         "--record": str(tmp_path / "run.json"),
         "--log": str(tmp_path / "log.jsonl"),
@@ -129,16 +134,16 @@ def test_each_rank_gets_the_options_that_were_given(
     args = [f"{name}={value}" for name, value in given.items()]
     args += ["--force"]
     assert 7 == run("train", *args, "--json").code
-    assert [(["train", *args, "--json"], 6)] == started
-    run(*started[0][0])
+    assert [(["train", *args, "--json"], 6, 1)] == started
+    run(*started[0].arguments)
     assert started[0] == started[1]
 
 
 def test_options_in_a_file_are_as_on_the_command_line_which_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr(module, "start_ranks", lambda args, num_ranks: started.append(args) or 0)
+    started: list[Attempt] = []
+    monkeypatch.setattr(module, "start_ranks", lambda first, _: started.append(first) or 0)
     path = tmp_path / "run.toml"
     path.write_text('model = "tiny"\nsteps = 5\nclip = 1\nranks = 1\n')
     run("train", path, "--steps=7")
@@ -149,7 +154,7 @@ def test_options_in_a_file_are_as_on_the_command_line_which_wins(
 def test_interrupted_training_says_where_it_can_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def be_interrupted(args: list[str], num_ranks: int) -> int:
+    def be_interrupted(first: Attempt, go_on: object) -> int:
         (tmp_path / "step-000100").mkdir()
         raise KeyboardInterrupt
 

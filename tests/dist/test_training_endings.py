@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from limits import PROCESS_S
-from process_marks import marked, processes_with
+from limits import HANG_S, PROCESS_S
+from process_marks import is_sentinel, marked, none_is_left, processes_with, rank_processes
 
 pytestmark = [
     pytest.mark.dist,
@@ -55,20 +55,24 @@ def endless_training() -> Iterator[tuple[subprocess.Popen[str], str]]:
 )
 def test_end_of_the_command_leaves_no_process(signum: int, code: int, said: str) -> None:
     with endless_training() as (process, mark):
-        assert 3 == len(processes_with(mark))
+        started = processes_with(mark)
+        assert 3 == sum(not is_sentinel(pid) for pid in started)
+        assert 2 == sum(is_sentinel(pid) for pid in started)
         process.send_signal(signum)
-        # The pipe of the output ends only when the last of them has.
+        # The pipe of the output ends only when the last rank has.
         _, errors = process.communicate(timeout=PROCESS_S)
-        assert {} == processes_with(mark)
+        assert none_is_left(mark, HANG_S)
     assert (code, said) == (process.returncode, errors)
 
 
 def test_rank_that_is_killed_ends_all_with_its_name() -> None:
     with endless_training() as (process, mark):
-        [pid] = [pid for pid, env in processes_with(mark).items() if b"\0RANK=1\0" in env]
+        _, pid = rank_processes(mark)
         os.kill(pid, signal.SIGKILL)
         _, errors = process.communicate(timeout=PROCESS_S)
-        assert {} == processes_with(mark)
+        assert none_is_left(mark, HANG_S)
     assert 1 == process.returncode
-    [line] = errors.splitlines()
+    *logged, line = errors.splitlines()
+    for each in logged:  # If the other rank learned of it before it was ended too.
+        assert each.startswith("rank 0: rank 1 (host ")
     assert line.startswith(f"error: rank 1 (process {pid}) was ended by SIGKILL, so all others")

@@ -76,7 +76,9 @@ def test_export_neither_needs_the_data_nor_changes_the_training(
     """It read Python's library in place of the data, and printed the memory of a training."""
     before = sorted(path.name for path in Path("runs").iterdir())
     started: list[list[str]] = []
-    monkeypatch.setattr(module, "start_ranks", lambda given, _: started.append(given) or 0)
+    monkeypatch.setattr(
+        module, "start_ranks", lambda first: started.append(list(first.arguments)) or 0
+    )
     monkeypatch.setattr("penstock.training.choices.read_documents", pytest.fail)
     with pytest.raises(SystemExit, match="0"):
         run_command(["export", "runs", "exported"])

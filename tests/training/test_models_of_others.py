@@ -1,19 +1,21 @@
 """Models that Penstock does not know: of transformers, and of functions."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import DATA, PLAIN, losses
+from small_runs import DATA, PLAIN, losses, run
 
 from penstock.comm import LocalGroup, local_ranks
 from penstock.errors import OptionError
 from penstock.training.choices import Data
 from penstock.training.documents import Documents
 from penstock.training.forecast import Forecast
+from penstock.training.log_sinks import figures_of
 from penstock.training.model_sources import HuggingFaceModel, ModelSource, OwnModel
 from penstock.training.models import Place, spread
 from penstock.training.orders import choose_orders
@@ -29,6 +31,11 @@ def make():
 class Head(nn.Linear):
     def __init__(self):
         super().__init__(16, 256)
+
+def spoilt():
+    model = make()
+    model[0].weight.data[ord("z")] = float("nan")
+    return model
 
 def nothing():
     return 5
@@ -144,3 +151,29 @@ def test_tokens_that_a_rank_finds_too_few_are_rejected(tmp_path: Path) -> None:
     config = replace(PLAIN, num_ranks=1)
     with pytest.raises(OptionError, match="the data has no whole sequence to train on"):
         losses(read=read, num_ranks=config.num_ranks)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_named(own: str) -> None:
+    """One sequence has a character whose embedding is NaN."""
+    text = b"the quick brown fox jumps over the lady dog. " * 20
+    read = Data(Documents((), (text[:400] + b"z" + text[401:],)))
+    usual = {"num_ranks": 2, "schedule": "ZB-V", "steps": 13}
+    model = OwnModel(f"{own}:spoilt", 8)
+    done = run(read, model=model, skip_bad_steps=1, **usual).steps
+    skipped = [one for one in done if one.skipped]
+    assert 1 <= len(skipped) <= 2  # The character is in one sequence, or in two that overlap.
+    for one in skipped:
+        assert one.skipped.startswith(
+            f"the loss of step {one.step} is not finite: nan appeared first in the forward of "
+            "stage 0 (rank 0), microbatch "
+        )
+        assert one.skipped.endswith(", module 0")
+        assert "loss" not in figures_of(one)
+        assert 1 == figures_of(one)["skipped"]
+    assert all(math.isfinite(one.loss) for one in done if not one.skipped)
+    first = skipped[0].step
+    expected = run(read, model=model, **{**usual, "steps": first - 1}).steps if first > 1 else ()
+    assert [one.loss for one in expected] == [one.loss for one in done[: first - 1]]
+    stopped = rf"the loss of step {first} is not finite: .* That is step 1 in a row that is not "
+    with pytest.raises(OptionError, match=stopped):
+        run(read, model=model, skip_bad_steps=0, **usual)

@@ -125,6 +125,14 @@ def test_launcher_tells_how_many_ranks_there_are() -> None:
         make_config({"shards": 3}, started)
     with pytest.raises(OptionError, match=r"WORLD_SIZE is 'all' in the environment\. Expected"):
         make_config({}, {**started, "WORLD_SIZE": "all"})
+    restarted = {"restarts": 2, "checkpoint": "a"}
+    with pytest.raises(OptionError, match=r"--restarts is 2, but another launcher has started"):
+        make_config(restarted, started)
+    with pytest.raises(OptionError, match=r"--snapshot-every is 5, but nothing starts ranks again"):
+        make_config({"snapshot-every": 5}, started)
+    by_torchrun = {**started, "TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert 5 == make_config({"snapshot-every": 5}, by_torchrun).snapshot_every
+    assert 2 == make_config(restarted, {**started, "PENSTOCK_LAUNCHER": "1"}).restarts
 
 
 def test_number_of_ranks_that_no_launcher_has_set_does_not_count() -> None:

@@ -15,7 +15,7 @@ from penstock.schedules import get
 from penstock.schedules.given_shape import is_auto
 from penstock.training.choices import Data, check_run
 from penstock.training.gpt_sizes import GptConfig
-from penstock.training.launching import is_worker
+from penstock.training.launching import Attempt, is_worker
 from penstock.training.orders import is_file
 from penstock.training.settings import TrainConfig
 
@@ -61,7 +61,7 @@ def demo(
         "--folder": folder,
     }
     arguments = [f"{name}={value}" for name, value in given.items()]
-    raise typer.Exit(start_ranks(["demo", *arguments], ranks))
+    raise typer.Exit(start_ranks(Attempt(["demo", *arguments], ranks)))
 
 
 def _configs(

@@ -7,7 +7,7 @@ import typer
 
 from penstock.cli.ranks import be_rank, start_ranks
 from penstock.training.export_choice import Export, choose_export
-from penstock.training.launching import is_worker
+from penstock.training.launching import Attempt, is_worker
 
 
 def export(
@@ -33,7 +33,7 @@ def export(
         raise typer.Exit(be_rank(lambda: _work(chosen)))
     num_ranks = chosen.config.num_ranks
     arguments = ["export", checkpoint, folder, f"--ranks={num_ranks}"]
-    raise typer.Exit(start_ranks(arguments, num_ranks))
+    raise typer.Exit(start_ranks(Attempt(arguments, num_ranks)))
 
 
 def _work(chosen: Export) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,9 @@ from penstock.cli import train_options as options
 from penstock.cli.ranks import be_rank, start_ranks
 from penstock.cli.train_display import make_display
 from penstock.training.choices import Data, check_run, make_config
-from penstock.training.launching import is_worker
+from penstock.training.launching import Attempt, is_worker
+from penstock.training.rank_processes import Failure
+from penstock.training.restarting import Restarts
 from penstock.training.run_files import read_options
 from penstock.training.saved import saved_steps
 from penstock.training.settings import TrainConfig
@@ -44,6 +46,7 @@ def train(
     warmup: options.Warmup = None,
     weight_decay: options.WeightDecay = None,
     clip: options.Clip = None,
+    skip_bad_steps: options.SkipBadSteps = None,
     dtype: options.DtypeName = None,
     autocast: options.AutocastName = None,
     seed: options.Seed = None,
@@ -56,6 +59,10 @@ def train(
     every: options.Every = None,
     keep: options.Keep = None,
     resume: options.Resume = None,
+    restarts: options.Restarts = None,
+    min_ranks: options.MinRanks = None,
+    spares: options.Spares = None,
+    snapshot_every: options.SnapshotEvery = None,
     export: options.Export = None,
     sample: options.Sample = None,
     record: options.Record = None,
@@ -105,9 +112,19 @@ def run_training(given: Mapping[str, Any], as_json: bool) -> int:
     read = check_run(config)
     if is_worker(os.environ):
         return be_rank(lambda: _work(config, read, as_json))
-    arguments = [*as_arguments(config), *(["--json"] if as_json else [])]
+
+    def attempt(config: TrainConfig) -> Attempt:
+        arguments = [*as_arguments(config), *(["--json"] if as_json else [])]
+        return Attempt(arguments, config.num_processes, config.spares)
+
+    restarts = Restarts(config)
+
+    def go_on(failed: Sequence[Failure]) -> Attempt | None:
+        following = restarts.after(failed)
+        return None if following is None else attempt(following)
+
     try:
-        return start_ranks(arguments, config.num_processes)
+        return start_ranks(attempt(config), go_on)
     except KeyboardInterrupt:
         saved = saved_steps(Path(config.checkpoint)) if config.checkpoint else []
         if saved:

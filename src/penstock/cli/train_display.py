@@ -1,6 +1,7 @@
 """The display of a training: a bar on a terminal, lines in a file, or JSON."""
 
 import json
+import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ from penstock.schedules.given_shape import is_auto
 from penstock.solver.registered_schedules import registered
 from penstock.training.log_sinks import figures_of
 from penstock.training.orders import choose_orders
-from penstock.training.saved import step_folder
+from penstock.training.saved import last_step, step_folder
 from penstock.training.settings import TrainConfig
 
 if TYPE_CHECKING:
@@ -105,10 +106,12 @@ class Lines(AbstractDisplay):
 
     def show(self, done: "StepDone") -> None:
         is_last = done.step == self._config.steps
-        if self._is_first or is_last or done.step % self._every == 0:
+        if self._is_first or is_last or done.skipped or done.step % self._every == 0:
             width = len(str(self._config.steps))
             left = "" if is_last else self._facts.time_left(done.step)
             print(f"step {done.step:{width}d}  {self._facts.of(done)}{left}", flush=True)
+        if done.skipped:
+            print(f"skipped: {done.skipped}", flush=True)
         self._is_first = False
 
     def show_evaluated(self, found: "Evaluated") -> None:
@@ -145,6 +148,8 @@ class Bar(AbstractDisplay):
 
     def show(self, done: "StepDone") -> None:
         self._bar.update(self._task, completed=done.step, facts=self._facts.of(done))
+        if done.skipped:
+            self._bar.console.print(f"skipped: {done.skipped}", markup=False)
 
     def show_evaluated(self, found: "Evaluated") -> None:
         self._bar.console.print(describe_evaluated(found))
@@ -188,7 +193,9 @@ def describe_evaluated(found: "Evaluated") -> str:
 def describe(config: TrainConfig) -> str:
     """Return a line that describes the run before it begins."""
     num_stages = choose_orders(config).placement.num_stages
-    went_on = f", from the last checkpoint in {config.checkpoint}" if config.resume else ""
+    went_on = ""
+    if last := last_step(config, os.getppid()):
+        went_on = f", from step {last}"
     times = f" x {config.num_pipelines} pipelines" if config.num_pipelines > 1 else ""
     what = "evaluating" if config.evaluate_only else "training"
     return (
@@ -206,6 +213,8 @@ def summarise(config: TrainConfig, trained: "Trained") -> str:
             f"{trained.tokens_per_s:,.0f} tokens/s (median)",
             _describe_schedule(config, trained),
         ]
+        if num_skipped := sum(bool(done.skipped) for done in trained.steps):
+            lines.append(f"skipped {_counted(num_skipped, 'step')} that were not finite")
         if config.checkpoint:
             lines.append(f"checkpoint {step_folder(Path(config.checkpoint), config.steps)}")
     if config.record:

@@ -80,6 +80,14 @@ WeightDecay: TypeAlias = Annotated[
 Clip: TypeAlias = Annotated[
     float | None, typer.Option(help="Largest norm of the gradients; not clipped if not given.")
 ]
+SkipBadSteps: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Skip steps whose loss or gradients are not finite, and say where that began; stop "
+        "after more than N in a row. Not looked for if not given.",
+    ),
+]
 DtypeName: TypeAlias = Annotated[
     str | None, typer.Option(metavar="float32|bfloat16|float64", help="Dtype of the parameters.")
 ]
@@ -116,6 +124,21 @@ Keep: TypeAlias = Annotated[
 ]
 Resume: TypeAlias = Annotated[
     bool | None, typer.Option("--resume", help="Continue from the last checkpoint in FOLDER.")
+]
+Restarts: TypeAlias = Annotated[
+    int | None,
+    typer.Option(help="Times to go on from the last checkpoint after a rank has died; 0 if not."),
+]
+MinRanks: TypeAlias = Annotated[
+    int | None,
+    typer.Option(help="Fewest ranks to go on with; dead ones are started again if not given."),
+]
+Spares: TypeAlias = Annotated[
+    int | None, typer.Option(help="Idle processes to take the place of dead ranks; 0 if not given.")
+]
+SnapshotEvery: TypeAlias = Annotated[
+    int | None,
+    typer.Option(help="Steps between snapshots in memory, for restarts; none if not given."),
 ]
 Export: TypeAlias = Annotated[
     str | None,

@@ -11,10 +11,16 @@ from penstock.errors import OptionError
 from penstock.extras import needed_by
 from penstock.schedules.given_shape import is_auto
 from penstock.training.documents import Documents, read_documents
-from penstock.training.launching import is_worker
+from penstock.training.launching import has_launcher, is_worker
 from penstock.training.model_sources import HuggingFaceModel, find_model
 from penstock.training.orders import choose_orders, is_file, read_schedule
-from penstock.training.saved import check_folder, check_same, digests_of, find_latest
+from penstock.training.saved import (
+    check_folder,
+    check_same,
+    digests_of,
+    find_latest,
+    saved_steps,
+)
 from penstock.training.settings import TrainConfig, option_of
 
 _DEFAULT_SHARE = 0.05
@@ -33,10 +39,13 @@ class Data:
 def make_config(given: Mapping[str, Any], env: Mapping[str, str]) -> TrainConfig:
     """Return the config of options by their names; on a started rank, `env` has the processes.
 
-    A resumed run takes the options that were left out from its checkpoint, if they are there. A
+    A resumed run takes the options that were left out from its checkpoint, if they are there; one
+    whose launcher restarts ranks is resumed from its checkpoint whenever there is one. A
     schedule in a file has its own numbers of ranks and microbatches.
     """
     options = dict(given)
+    if _is_restarted_by_others(env) and saved_steps(Path(options.get("checkpoint") or os.devnull)):
+        options["resume"] = True
     if options.get("resume") and options.get("checkpoint"):
         kept = find_latest(Path(options["checkpoint"])).kept()
         if "model" in options:
@@ -58,7 +67,13 @@ def make_config(given: Mapping[str, Any], env: Mapping[str, str]) -> TrainConfig
         for option, value in options.items()
         if option not in _OF_MODEL
     }
-    return TrainConfig(find_model(options), **values)
+    config = TrainConfig(find_model(options), **values)
+    if config.snapshot_every and not (config.restarts or _is_restarted_by_others(env)):
+        raise OptionError(
+            f"--snapshot-every is {config.snapshot_every}, but nothing starts ranks again to use "
+            "snapshots. Give --restarts, or torchrun --max-restarts."
+        )
+    return config
 
 
 def _still_fitting(
@@ -77,6 +92,14 @@ def _still_fitting(
     if "ranks" in given and is_file(str(kept.get("schedule", ""))):
         dropped |= {"schedule", "stages-per-rank"}
     return {name: value for name, value in kept.items() if name not in dropped}
+
+
+def _is_restarted_by_others(env: Mapping[str, str]) -> bool:
+    """Return whether torchrun starts ranks again after a failure.
+
+    That it has done so is not asked: one of several launchers may be new, and not know it.
+    """
+    return is_worker(env) and env.get("TORCHELASTIC_MAX_RESTARTS", "0") not in ("", "0")
 
 
 def _choose_share(options: dict[str, Any]) -> None:
@@ -171,6 +194,11 @@ def _started_ranks(options: Mapping[str, Any], env: Mapping[str, str]) -> int | 
                 f"{name} is {env[name]!r} in the environment. Expected a number, as a launcher "
                 "sets it. Unset it to start ranks on this machine."
             )
+    if options.get("restarts") and not has_launcher(env):
+        raise OptionError(
+            f"--restarts is {options['restarts']}, but another launcher has started the ranks, "
+            "and only that can start them again. Give torchrun --max-restarts instead."
+        )
     started = int(env["WORLD_SIZE"])
     pipelines = options.get("replicas", 1) * options.get("shards", 1)
     given = options.get("ranks", max(1, started // pipelines))

@@ -124,8 +124,8 @@ def check_fits(config: TrainConfig, found: Forecast, device: torch.device) -> No
         if fullest.total > cap:
             raise _too_large(found, f"--memory is {config.memory}")
         return
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+    if device.type != "cpu":
+        free, _ = torch.accelerator.get_memory_info(device)
         if fullest.total > free:
             raise _too_large(found, f"its device has {in_memory(free, 'bytes')} free")
         return

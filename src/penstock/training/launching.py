@@ -1,38 +1,42 @@
-"""Start the ranks of a run as processes on this machine, with torch's own launcher.
+"""Start the ranks of a run as processes on this machine, and start them again after a failure.
 
-The launcher ends all ranks when one fails or when the launcher itself is stopped. This module adds
-the report: one line with the error of the rank that failed first.
+When one fails or the launcher is stopped, all end. One line says which rank failed first, and how.
 """
 
-import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 from penstock.errors import CommError
-from penstock.ir import Rank
+from penstock.training.rank_processes import STOPPED_BY_ANOTHER, Failure, RankProcesses
 
+_HOST = "127.0.0.1"
 _LAUNCHER = "PENSTOCK_LAUNCHER"
 """The variable that gives ranks the id of the process that started them here."""
 _LOOK_S = 0.5
-STOPPED_BY_ANOTHER = 3
-"""The exit code of a rank that failed only because another one did."""
-_GRACE_S = 5  # The time for ranks to end by themselves when they are asked to.
 
 
-class Failure(NamedTuple):
-    """The end of a rank that failed."""
+class Attempt(NamedTuple):
+    """A command to run on ranks."""
 
-    rank: Rank
-    pid: int
-    code: int
-    """The exit code; negative if a signal ended it, as in subprocess."""
+    arguments: Sequence[str]
+    """Those of `penstock`."""
+    num_ranks: int
+    num_spares: int = 0
+    """The processes that wait besides."""
+
+
+class _Ended(BaseException):
+    """A signal asked the launcher to end."""
 
 
 def is_worker(env: Mapping[str, str]) -> bool:
@@ -53,48 +57,92 @@ def _end_with(launcher: int) -> None:
     os._exit(1)
 
 
-def launch(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run `penstock` with these arguments on `num_ranks` ranks; return the exit code.
+def has_launcher(env: Mapping[str, str]) -> bool:
+    """Return whether `launch` has started this process."""
+    return _LAUNCHER in env
 
-    The ranks write to this process's standard output. Their errors are printed once.
+
+def launch(
+    first: Attempt,
+    program: str,
+    go_on: Callable[[Sequence[Failure]], Attempt | None] = lambda failed: None,
+) -> int:
+    """Run a command on ranks, which are processes of the module `program`; return the exit code.
+
+    The ranks write to this process's standard output. Their errors are printed once. After a
+    failure, `go_on` returns what to run next, or None to end.
     """
-    # The launcher imports torch, which takes a second; --help should not wait for it.
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not typed so
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    logging.disable(logging.CRITICAL)  # _tell replaces the launcher's log with one line.
     _set_defaults()
-    # The static rendezvous shares this store, which has a free port. The c10d rendezvous would find
-    # a port itself, but its heartbeat thread may print an error when the launcher is interrupted.
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id="penstock",
-            rdzv_backend="static",
-            rdzv_endpoint=f"localhost:{store.port}",
-            rdzv_configs={"rank": 0},
-            local_addr="localhost",
-            max_restarts=0,
-            shutdown_timeout=_GRACE_S,
-            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ERR),
-        )
+    attempt: Attempt | None = first
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder, _ended_by_signals() as ended:
+        processes = RankProcesses(program, Path(folder))
         try:
-            elastic_launch(config, sys.executable)("-m", "penstock", *arguments)
-        except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            return 128 + int(error.sigval)
-        except ChildFailedError as error:
-            failed = [Failure(rank, f.pid, f.exitcode) for rank, f in error.failures.items()]
-            return _tell(first_cause(failed), Path(folder))
-        _show_errors(0, Path(folder))  # Warnings; other ranks may have the same.
-        return 0
+            while attempt is not None:
+                failed = _run(processes, attempt)
+                if not failed:
+                    sys.stderr.write(processes.errors_of_first())  # Warnings; others have the same.
+                    return 0
+                processes.sort_out(attempt.num_ranks)
+                attempt = go_on(failed)
+            return _tell(first_cause(failed))
+        except _Ended:
+            return 128 + ended[0]
+        finally:
+            processes.close()
+
+
+def _run(processes: RankProcesses, attempt: Attempt) -> list[Failure]:
+    """Run a command once on all of its ranks; return the failures."""
+    processes.prepare(attempt.num_ranks + attempt.num_spares)
+    # The keys of attempts that failed are gone with their store.
+    store = make_store()
+    environments = [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(attempt.num_ranks),
+            "LOCAL_WORLD_SIZE": str(attempt.num_ranks),
+            "MASTER_ADDR": _HOST,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store is here, and not on rank 0.
+        }
+        for rank in range(attempt.num_ranks)
+    ]
+    return processes.run(attempt.arguments, environments)
+
+
+def make_store() -> Any:
+    """Return a store at a free port that processes of this machine alone can reach.
+
+    By itself, torch's store listens on all interfaces.
+    """
+    # It takes a second to load, and --help should not wait for it. The ranks load it meanwhile.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not typed so
+
+    listener = socket.create_server((_HOST, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[list[int]]:
+    """Raise an error in the block on signals that ask this process to end; yield which."""
+    ended: list[int] = []
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        ended.append(signum)
+        raise _Ended
+
+    names = ("SIGTERM", "SIGHUP")
+    known = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {signum: signal.signal(signum, end) for signum in known}
+    try:
+        yield ended
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _set_defaults() -> None:
@@ -117,21 +165,14 @@ def first_cause(failed: Sequence[Failure]) -> Failure:
     return min(failed, key=order)
 
 
-def _tell(failure: Failure, logs: Path) -> int:
-    """Print the errors of a failed rank and return its exit code."""
+def _tell(failure: Failure) -> int:
+    """Print the errors of a failed rank, or only the message of the last; return its exit code."""
     if failure.code < 0:
         raise CommError(
-            f"rank {failure.rank} (process {failure.pid}) was ended by "
-            f"{signal.Signals(-failure.code).name}, so all others were ended too. If you did "
+            f"{failure.describe()}, so all others were ended too. If you did "
             "not do this, the machine may have run out of memory: train a smaller batch or model."
         )
-    _show_errors(failure.rank, logs)
+    lines = failure.errors.read_text(errors="replace").splitlines(keepends=True)
+    is_told = bool(lines) and lines[-1].startswith("error: ")
+    sys.stderr.writelines(lines[-1:] if is_told else lines)
     return failure.code
-
-
-def _show_errors(rank: Rank, logs: Path) -> None:
-    """Print a rank's standard error, or only its last line if that is an error message."""
-    for path in logs.glob(f"*/attempt_0/{rank}/stderr.log"):
-        lines = path.read_text(errors="replace").splitlines(keepends=True)
-        is_told = bool(lines) and lines[-1].startswith("error: ")
-        sys.stderr.writelines(lines[-1:] if is_told else lines)

@@ -5,13 +5,14 @@ That their packages are installed was checked before the ranks started.
 
 import json
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.training.saved import find_latest
+from penstock.training.saved import last_step
 from penstock.training.settings import TrainConfig
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ class JsonLinesFile(AbstractSink):
     def __init__(self, path: str, *, resumed_step: int) -> None:
         kept = []
         if resumed_step and Path(path).exists():
-            lines = Path(path).read_text().splitlines(keepends=True)
+            lines = Path(path).read_bytes().splitlines(keepends=True)
             kept = [line for line in lines if _step_of(line) <= resumed_step]
-        self._file = Path(path).open("w")  # noqa: SIM115  # Open until close().
-        self._file.writelines(kept)
+        Path(path).write_bytes(b"".join(kept))
+        self._file = Path(path).open("a")  # noqa: SIM115  # Open until close().
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **figures}) + "\n")
@@ -90,7 +91,7 @@ class Logs:
 
     def __init__(self, config: TrainConfig) -> None:
         self._sinks: list[AbstractSink] = []
-        step = find_latest(Path(config.checkpoint)).step if config.resume else 0
+        step = last_step(config, os.getppid())
         if config.log:
             self._sinks.append(JsonLinesFile(config.log, resumed_step=step))
         if config.tensorboard:
@@ -116,23 +117,26 @@ class Logs:
             sink.write(step, figures)
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     """Return the step of a line in a log; one that was cut off counts as later than all."""
     try:
-        step: int = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
-    return step
+    return step if type(step) is int else math.inf
 
 
 def figures_of(done: "StepDone") -> dict[str, float]:
     """Return the figures of a step by the names that logs have them under."""
     figures = {
-        "loss": done.loss,
         "lr": done.lr,
         "duration_s": done.duration_s,
         "tokens_per_s": done.tokens_per_s,
     }
+    if math.isfinite(done.loss):  # JSON has no other numbers.
+        figures = {"loss": done.loss, **figures}
+    if done.skipped:
+        figures["skipped"] = 1
     if done.grad_norm is not None:
         figures["grad_norm"] = done.grad_norm
     if done.seen is not None:

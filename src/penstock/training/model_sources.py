@@ -64,7 +64,7 @@ class HuggingFaceModel:
         """Return what config.json says."""
         try:
             described = json.loads(self.config_file.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise OptionError(
                 f"--model is {self.path}, whose configuration cannot be read: {error}. Expected a "
                 "folder as save_pretrained() of transformers writes it, or a config.json."

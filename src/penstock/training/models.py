@@ -1,6 +1,7 @@
 """The model of a run, spread over its ranks."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -65,8 +66,8 @@ def spread(
     on_forecast: Callable[[Forecast], None] = lambda found: None,
 ) -> ParallelModel:
     """Make the model of a run, and keep this rank's stages of it, if it is expected to fit."""
-    model, pieces = _make(config, orders)
-    example = _example(config, config.num_microbatches)
+    model, pieces = make_model(config, orders)
+    example = example_of(config, config.num_microbatches)
     found = forecast(config, orders, pieces, as_inputs(config, example), target=example)
     on_forecast(found)
     check_fits(config, found, place.device)
@@ -74,7 +75,7 @@ def spread(
         for stage in orders.placement.stages_of(place.rank):
             module = pieces.get_stage_module(stage).to_empty(device=place.device)
             initialise(module, config.model, config.seed)
-    args, kwargs = as_inputs(config, _example(config, 1))
+    args, kwargs = as_inputs(config, example_of(config, 1))
     return parallelize(
         model,
         args,
@@ -87,21 +88,28 @@ def spread(
         mesh=place.mesh,
         group=place.group,
         device=place.device,
+        bad_values=None if config.skip_bad_steps is None else "skip",
         record=True,
     )
 
 
-def _make(config: TrainConfig, orders: Orders) -> tuple[nn.Module | Pretrained, CutModel]:
-    """Return the model of a run, and its stages; both are without values where they can be."""
+def make_model(
+    config: TrainConfig, orders: Orders, *, is_dry: bool = False
+) -> tuple[nn.Module | Pretrained, CutModel]:
+    """Return the model of a run, and its stages; both are without values where they can be.
+
+    If `is_dry`, a model of transformers is never given any.
+    """
     dtype = getattr(torch, config.dtype)
-    example = _example(config, config.num_microbatches)
+    example = example_of(config, config.num_microbatches)
     model: nn.Module | Pretrained
     match config.model:
         case GptConfig():
             pieces = cut(config.model, orders.placement, microbatch=len(example), dtype=dtype)
             return nn.ModuleList(pieces.modules), pieces
         case HuggingFaceModel():
-            model = _of_transformers(config.model, config.seed, dtype)
+            with torch.device("meta") if is_dry else nullcontext():
+                model = _of_transformers(config.model, config.seed, dtype)
         case OwnModel():
             model = _own(config.model, config.seed).to(dtype)
     policy = Balanced(
@@ -114,7 +122,7 @@ def _make(config: TrainConfig, orders: Orders) -> tuple[nn.Module | Pretrained, 
     return model, cut_any(whole, policy, *as_inputs(config, example))
 
 
-def _example(config: TrainConfig, num_parts: int) -> Tensor:
+def example_of(config: TrainConfig, num_parts: int) -> Tensor:
     """Return tokens with the shape of a pipeline's batch, or of one of its parts."""
     rows = config.batch // config.num_pipelines // num_parts
     return torch.zeros(rows, config.context, dtype=torch.long)

@@ -1,6 +1,7 @@
 """Options in a file: TOML, or YAML where PyYAML is installed."""
 
 import difflib
+import re
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ from penstock.extras import needed_by
 from penstock.training.settings import TrainConfig, option_of
 
 _OF_MODEL = {"model": str, "layers": int, "width": int, "heads": int, "context": int}
+_MOST_BRACKETS = 100
 _NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -47,18 +49,28 @@ def _read(path: str) -> dict[str, Any]:
     if path.lower().endswith((".yaml", ".yml")):
         with needed_by(f"the file {path}", ["yaml"], extra="train", error=OptionError):
             yaml = import_module("yaml")
+        _check_yaml(path, text)
         try:
             values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise OptionError(f"{path} is not valid YAML: {error}.") from error
     else:
         try:
             values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise OptionError(f"{path} is not valid TOML: {error}.") from error
     if not isinstance(values, dict):
         raise OptionError(f"{path} has no options. Expected lines such as steps = 1000.")
     return values
+
+
+def _check_yaml(path: str, text: str) -> None:
+    """Raise an error for what no options need, and what takes YAML forever: nesting and aliases."""
+    if text.count("[") + text.count("{") > _MOST_BRACKETS or re.search(r"(^|[\s,\[{:-])\*\w", text):
+        raise OptionError(
+            f"{path} has aliases, such as *name, or more than {_MOST_BRACKETS} brackets. Expected "
+            "plain options: write each value in full."
+        )
 
 
 def _checked(path: str, name: str, value: Any, kind: Any) -> Any:

@@ -42,6 +42,7 @@ _KEPT: Final = (
     "warmup",
     "weight-decay",
     "clip",
+    "skip-bad-steps",
     "autocast",
     "eval-every",
     "eval-data",
@@ -93,7 +94,14 @@ class Saved:
                 raise ValueError(f"step is {saved.step}")
             saved._check()
             return saved
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise OptionError(
                 f"{folder / _FILE} does not say what the checkpoint was made with: {error!r}. "
                 f"Remove {folder} to use the previous checkpoint."
@@ -150,6 +158,17 @@ def find_latest(folder: Path) -> Saved:
             "Set --checkpoint to the folder of a training, or leave --resume out to begin one."
         )
     return Saved.read(step_folder(folder, steps[-1]))
+
+
+def last_step(config: TrainConfig, launcher: int) -> int:
+    """Return the step that ranks of a launcher go on from: of a checkpoint or a snapshot; or 0."""
+    saved = saved_steps(Path(config.checkpoint)) if config.resume else []
+    kept = 0
+    if config.snapshot_every:
+        from penstock.snapshots.keeper_client import kept_step  # It loads torch.
+
+        kept = kept_step(launcher)
+    return max([*saved, kept])
 
 
 def remove_old(folder: Path, keep: int) -> None:

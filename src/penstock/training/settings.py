@@ -53,6 +53,11 @@ class TrainConfig:
     weight_decay: float = 0.01
     clip: float | None = None
     """The largest norm of the gradients; None to leave them as they are."""
+    skip_bad_steps: int | None = None
+    """The number of steps in a row that may be skipped because they are not finite; None for none.
+
+    With None, nothing but the loss is looked at.
+    """
     dtype: Dtype = "float32"
     """The dtype of the parameters, their gradients and the state of the optimizer."""
     autocast: Autocast = ""
@@ -74,6 +79,14 @@ class TrainConfig:
     keep: int = 2
     """The number of checkpoints that are kept."""
     resume: bool = False
+    restarts: int = 0
+    """How often the ranks are started again after one has died."""
+    min_ranks: int | None = None
+    """The fewest ranks to go on with; None to start a rank again in the place of a dead one."""
+    spares: int = 0
+    """The number of idle processes that wait to take the place of a dead rank."""
+    snapshot_every: int | None = None
+    """The number of steps between snapshots in memory; None for none."""
     export: str = ""
     """A folder for the trained model, in the format of Hugging Face."""
     sample: str = ""
@@ -95,8 +108,11 @@ class TrainConfig:
         for name in ("accumulate", "replicas", "shards", "keep"):
             check_count(name, getattr(self, name))
         check_count("warmup", self.warmup, least=0)
-        check_count("eval-batches", self.eval_batches, least=0)
-        for name in ("stages_per_rank", "eval_every"):
+        for name in ("eval_batches", "restarts", "spares"):
+            check_count(option_of(name), getattr(self, name), least=0)
+        if self.skip_bad_steps is not None:
+            check_count("skip-bad-steps", self.skip_bad_steps, least=0)
+        for name in ("stages_per_rank", "eval_every", "min_ranks", "snapshot_every"):
             if getattr(self, name) is not None:
                 check_count(option_of(name), getattr(self, name))
         if not 0 <= self.seed <= _LARGEST_SEED:
@@ -111,6 +127,7 @@ class TrainConfig:
         self._check_words()
         self._check_batch()
         self._check_evaluation()
+        self._check_restarts()
 
     def _check_rates(self) -> None:
         if self.min_lr is not None:
@@ -165,6 +182,36 @@ class TrainConfig:
             )
         if (self.eval_every or self.evaluate_only) and not self.has_evaluation:
             raise OptionError("there is nothing to evaluate on. Give --eval-share, or --eval-data.")
+
+    def _check_restarts(self) -> None:
+        if self.restarts and not self.checkpoint and not self.snapshot_every:
+            raise OptionError(
+                f"--restarts is {self.restarts} without --checkpoint, so a restart would lose all "
+                "steps. Name a folder for checkpoints, or give --snapshot-every."
+            )
+        if self.snapshot_every and self.shards > 1:
+            raise OptionError(
+                f"--snapshot-every is {self.snapshot_every} and --shards {self.shards}. Expected "
+                "parameters that are whole on each rank: give --replicas, or only --checkpoint."
+            )
+        for name in ("min_ranks", "spares"):
+            if getattr(self, name) and not self.restarts:
+                raise OptionError(
+                    f"--{option_of(name)} is {getattr(self, name)} without --restarts, so it would "
+                    "never be used. Give the number of --restarts, such as 3."
+                )
+        if self.min_ranks is None:
+            return
+        if self.min_ranks > self.num_ranks:
+            raise OptionError(
+                f"--min-ranks is {self.min_ranks}, but --ranks is {self.num_ranks}. Expected at "
+                "most that number."
+            )
+        if self.schedule.lower().endswith(".csv") and self.min_ranks < self.num_ranks:
+            raise OptionError(
+                f"--min-ranks is {self.min_ranks}, but the schedule in {self.schedule} is for "
+                f"{self.num_ranks} ranks. Leave --min-ranks out, or give the name of a --schedule."
+            )
 
     @property
     def context(self) -> int:

@@ -56,6 +56,8 @@ class StepDone:
     """The norm of all gradients before they were clipped; None if they were not."""
     seen: Seen | None = None
     """What was measured besides, in some of the steps."""
+    skipped: str = ""
+    """Why the weights were left as they were; empty if they were not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,10 @@ class RankTraining:
         self._batches = Batches(trained, batch=config.batch, seed=config.seed)
         self.pipe: ParallelModel = spread(config, choose_orders(config), self._place, on_forecast)
         self._optimizer = make_optimizer(self.pipe.parameters(), config)
-        self.first = self._resume(data) if config.resume else 0
+        keeps = config.snapshot_every is not None and not config.evaluate_only
+        self._snapshots = self.pipe.snapshots(self._optimizer) if keeps else None
+        self.first = self._resume(data)
+        self._num_skipped = 0
 
     def _read(self, data: Data) -> tuple[Sequences, Evaluation | None]:
         config = self._config
@@ -170,13 +175,20 @@ class RankTraining:
         return Evaluation(held_out, self._config.batch, self._config.eval_batches)
 
     def _resume(self, data: Data) -> int:
-        """Load the last checkpoint; return its step."""
-        folder = Path(self._config.checkpoint)
-        found = find_latest(folder)
-        check_same(found, self._config, data.documents)
-        is_trained = found.step < self._config.steps and not self._config.evaluate_only
-        self.pipe.load(step_folder(folder, found.step), self._optimizer if is_trained else None)
-        return found.step
+        """Load the last snapshot or checkpoint, whichever is later; return its step, or 0."""
+        config, folder = self._config, Path(self._config.checkpoint)
+        found = find_latest(folder) if config.resume else None
+        if found is not None:
+            check_same(found, config, data.documents)
+        saved_step = 0 if found is None else found.step
+        if self._snapshots is not None:
+            restored = self._snapshots.restore(after=saved_step)
+            if restored is not None:
+                return restored[0]
+        if found is not None:
+            is_trained = found.step < config.steps and not config.evaluate_only
+            self.pipe.load(step_folder(folder, found.step), self._optimizer if is_trained else None)
+        return saved_step
 
     def step(self, number: int) -> StepDone:
         """Run one step, and save a checkpoint if one is due."""
@@ -198,15 +210,40 @@ class RankTraining:
                 )
             losses.append(loss.item())
         loss = math.fsum(losses) / len(losses)
-        if not math.isfinite(loss):
-            raise OptionError(f"the loss is {loss} in step {number}. Train with a smaller --lr.")
-        norm = None if config.clip is None else self.pipe.clip_grad_norm_(config.clip).item()
-        self._optimizer.step()
+        skipped = self._find_bad_value(number)
+        if not skipped and not math.isfinite(loss):
+            raise OptionError(
+                f"the loss is {loss} in step {number}. Train with a smaller --lr, or give "
+                "--skip-bad-steps to skip such steps and see where they go wrong."
+            )
+        norm = None
+        if not skipped:
+            if config.clip is not None:
+                norm = self.pipe.clip_grad_norm_(config.clip).item()
+            self._optimizer.step()
         took_s = time.perf_counter() - began_s
         if self._is_to_be_saved(number):
             self._save(number)
+        if self._snapshots is not None and self._is_to_be_kept(number):
+            self._snapshots.take(number)
         speed = config.tokens_per_step / took_s
-        return StepDone(number, loss, took_s, speed, lr, norm)
+        return StepDone(number, loss, took_s, speed, lr, norm, skipped=skipped)
+
+    def _find_bad_value(self, number: int) -> str:
+        """Return what is wrong with a step that was skipped; stop after too many in a row."""
+        bad, most = self.pipe.bad_value, self._config.skip_bad_steps
+        if bad is None or most is None:
+            self._num_skipped = 0
+            return ""
+        found = str(replace(bad, step=number))
+        self._num_skipped += 1
+        if self._num_skipped > most:
+            raise OptionError(
+                f"{found}. That is step {self._num_skipped} in a row that is not finite, and "
+                f"--skip-bad-steps is {most}. Train with a smaller --lr, or look at the data and "
+                "the model there."
+            )
+        return found
 
     def is_to_be_evaluated(self, number: int) -> bool:
         """Return whether an evaluation follows a step."""
@@ -254,6 +291,8 @@ class RankTraining:
         recording = self.pipe.recording() if self._config.record else None
         if recording is not None and self._comm.rank == 0:
             recording.save(self._config.record)
+        if self._snapshots is not None:
+            self._snapshots.close()
         self.pipe.close()
         return recording
 
@@ -280,6 +319,10 @@ class RankTraining:
     def _is_to_be_saved(self, number: int) -> bool:
         is_due = number == self._config.steps or number % self._config.every == 0
         return bool(self._config.checkpoint) and is_due
+
+    def _is_to_be_kept(self, number: int) -> bool:
+        assert self._config.snapshot_every is not None
+        return number < self._config.steps and number % self._config.snapshot_every == 0
 
     def _save(self, number: int) -> None:
         folder = Path(self._config.checkpoint)

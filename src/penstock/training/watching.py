@@ -42,8 +42,8 @@ def watch(pipe: ParallelModel, config: TrainConfig, step: int) -> Seen | None:
 
 def peak_memory(device: torch.device) -> int:
     """Return the most memory, in bytes, that this process has held."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     if sys.platform == "win32":  # It has no such count.
         return 0
     import resource

@@ -1,5 +1,6 @@
 """The work of a process that is one rank of a run."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.parallel.joining import choose_device, join_ranks
+from penstock.runtime.bad_values.value_guard import LOGGER as BAD_VALUES
 from penstock.training.choices import Data
 from penstock.training.forecast import Forecast
 from penstock.training.held_out import Evaluated
@@ -52,6 +54,7 @@ def work(config: TrainConfig, data: Data, shown: Shown, *, is_first: bool) -> Tr
         if logs is not None:
             logs.evaluated(found)
 
+    BAD_VALUES.setLevel(logging.ERROR)  # What is skipped is shown.
     try:
         with joined() as device:
             return train(

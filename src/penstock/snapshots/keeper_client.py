@@ -1,0 +1,136 @@
+"""The connection of a rank to the keeper of its machine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from typing import Any, NamedTuple
+
+from penstock.errors import CheckpointError
+from penstock.snapshots import keeper
+from penstock.snapshots.keeper import user_of
+
+_ANSWER_S = 60.0
+
+
+class Entry(NamedTuple):
+    """Memory that is complete: a rank's part of a snapshot."""
+
+    attempt: str
+    """The ranks that made it together."""
+    rank: int
+    copy: int
+    about: dict[str, Any]
+    """Its step, the number of ranks of its attempt, its bytes and their checksum."""
+
+
+class KeeperClient:
+    """A connection to the keeper of one launcher, which is started if there is none."""
+
+    def __init__(self, launcher: int) -> None:
+        if not sys.platform.startswith("linux"):
+            raise CheckpointError(
+                f"snapshots in memory need Linux, and this is {sys.platform}. Save to a folder "
+                "instead."
+            )
+        self._socket = _connect(launcher) or _start(launcher)
+        self._socket.settimeout(_ANSWER_S)
+        # A rank that failed never closes it, and may live on as a rank of the next attempt.
+        self._end = weakref.finalize(self, self._socket.close)
+
+    def ask(self, do: str, *, given: int | None = None, **facts: Any) -> tuple[Any, list[int]]:
+        """Return the keeper's answer, and the file descriptors that it hands over."""
+        try:
+            request = json.dumps({"do": do, **facts}).encode()
+            socket.send_fds(self._socket, [request], [] if given is None else [given])
+            data, handed, _, _ = socket.recv_fds(self._socket, 1 << 20, 1)
+            if not data:
+                raise ConnectionError("it has closed the connection")
+            return json.loads(data), list(handed)
+        except OSError as error:
+            raise CheckpointError(
+                f"the keeper of snapshots cannot be asked to {do} ({error}). Expected it to live "
+                "as long as the launcher: start the training again, from a checkpoint."
+            ) from error
+
+    def entries(self) -> list[Entry]:
+        """Return what is complete."""
+        found, _ = self.ask("list")
+        return [Entry(*each) for each in found]
+
+    def close(self) -> None:
+        """End the connection."""
+        self._end()
+
+
+def newest_complete(entries: list[Entry]) -> tuple[str, int] | None:
+    """Return the attempt and the step of the newest snapshot that all of its ranks have."""
+    ranks: dict[tuple[int, str, int], set[int]] = {}
+    for entry in entries:
+        key = (entry.about["step"], entry.attempt, entry.about["ranks"])
+        ranks.setdefault(key, set()).add(entry.rank)
+    whole = [key for key, held in ranks.items() if len(held) == key[2]]
+    if not whole:
+        return None
+    step, attempt, _ = max(whole)
+    return attempt, step
+
+
+def kept_step(launcher: int) -> int:
+    """Return the step of the newest snapshot that the ranks of a launcher have left; 0 if none."""
+    if not sys.platform.startswith("linux") or (found := _connect(launcher)) is None:
+        return 0
+    found.close()
+    client = KeeperClient(launcher)
+    try:
+        newest = newest_complete(client.entries())
+        return 0 if newest is None else newest[1]
+    finally:
+        client.close()
+
+
+def _name(launcher: int) -> str:
+    """Return the name of a launcher's keeper; a later process of the same number has another."""
+    with open(f"/proc/{launcher}/stat", encoding="utf-8", errors="replace") as file:
+        began = file.read().rpartition(")")[2].split()[19]
+    return f"penstock-keeper-{os.getuid()}-{launcher}-{began}"
+
+
+def _connect(launcher: int) -> socket.socket | None:
+    """Connect to a keeper, if there is one of this user."""
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        found.connect(f"\0{_name(launcher)}")
+    except OSError:
+        found.close()
+        return None
+    user = user_of(found)
+    if user != os.getuid():
+        found.close()
+        raise CheckpointError(
+            f"the keeper of snapshots is a process of user {user}. Expected one of user "
+            f"{os.getuid()}, which runs this: let nobody else use its name."
+        )
+    return found
+
+
+def _start(launcher: int) -> socket.socket:
+    """Start a keeper, unless another rank is quicker; return a connection to it."""
+    started = subprocess.run(
+        [sys.executable, "-I", "-S", keeper.__file__, _name(launcher), str(launcher)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        timeout=_ANSWER_S,
+        check=False,
+    )
+    found = _connect(launcher)
+    if found is None:
+        raise CheckpointError(
+            f"the keeper of snapshots could not be started (exit code {started.returncode}). "
+            "Expected a process that this one may start: save to a folder instead."
+        )
+    return found
