@@ -50,7 +50,11 @@ def test_stages_in_a_mesh_train_as_the_whole_model(
     check(case, fresh_pool.run(4, run_on_rank, case))
 
 
-@rotated(pair=ON_EIGHT if IS_LONG else dict(list(ON_EIGHT.items())[::3]), schedule=SCHEDULES[::-1])
+# Four ranks take every schedule; eight take some of them, as their processes are slow to start.
+@rotated(
+    pair=ON_EIGHT if IS_LONG else dict(list(ON_EIGHT.items())[::3]),
+    schedule=SCHEDULES if IS_LONG else SCHEDULES[::-3],
+)
 def test_stages_in_a_mesh_of_eight_train_as_the_whole_model(
     pair: tuple[str, str], schedule: str, wide_pool: WorkerPool
 ) -> None:

@@ -315,7 +315,7 @@ x, target = torch.ones(2, 4, 2)
 for _ in range(10):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    cut = penstock.cut_between_modules(model, NUM_RANKS)
+    cut = penstock.cut_between_modules(model, 4)
     options = {"loss_fn": nn.functional.mse_loss, "schedule": "1F1B", "cut": cut}
     with penstock.parallelize(model, x, num_microbatches=2, **options) as pipe:
         pipe.step(x, target=target)
@@ -323,12 +323,11 @@ assert not torch.distributed.is_initialized()
 """
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_processes_can_join_again_and_again(num_ranks: int, tmp_path: Path) -> None:
+def test_processes_can_join_again_and_again(tmp_path: Path) -> None:
     """A rank once connected to the address that another had in the group before."""
     script = tmp_path / "script.py"
-    script.write_text(AGAIN.replace("NUM_RANKS", str(num_ranks)))
-    assert "" == launch(script, tmp_path, num_ranks=num_ranks)
+    script.write_text(AGAIN)
+    assert "" == launch(script, tmp_path, num_ranks=4)
 
 
 def save_norms(_: dist.ProcessGroup, dim: str, folder: str) -> tuple[Any, Any]:

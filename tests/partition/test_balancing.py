@@ -560,3 +560,33 @@ def test_memory_with_a_wrong_number_of_values_is_rejected() -> None:
         balance([1] * 4, 2, memory=limit())
     with pytest.raises(CostError, match=r"memory.in_flight has 3 values, but num_stages is 2. Exp"):
         balance([1] * 3, 2, memory=limit(in_flight=[1, 1, 1]))
+
+
+@pytest.mark.parametrize(
+    "placement", [Placement.linear(3), Placement.v(3), Placement.loop(3, stages_per_rank=2)]
+)
+@pytest.mark.parametrize("speeds", [(1, 0.5, 1), (0.25, 1, 3), (1, 1, 0.1)])
+def test_no_cut_is_faster_on_ranks_of_different_speeds(
+    placement: Placement, speeds: tuple[float, ...]
+) -> None:
+    costs = [3, 1, 4, 1, 5, 9, 2, 6]
+    num_stages = placement.num_stages
+    found = balance(costs, num_stages, placement=placement, speeds=speeds)
+    others = [
+        Partition((0, *starts), tuple(map(float, costs)), placement, speeds).slowest
+        for starts in combinations(range(1, len(costs)), num_stages - 1)
+    ]
+    assert min(others) == pytest.approx(found.slowest)
+    assert found.rank_costs == pytest.approx(
+        [
+            sum(costs[i] for s in placement.stages_of(rank) for i in found.layers_of(s)) / speed
+            for rank, speed in enumerate(speeds)
+        ]
+    )
+
+
+@pytest.mark.parametrize("speeds", [(1, 1), (), (1, 0, 1)])
+def test_speeds_that_do_not_fit_the_ranks_are_rejected(speeds: tuple[float, ...]) -> None:
+    expected = r"speeds is .*\. Expected a positive number for each of the 3 ranks"
+    with pytest.raises(PartitionError, match=expected):
+        balance([1] * 6, 3, speeds=speeds)

@@ -24,8 +24,7 @@ def cut_as_given(
     loss_fn: LossFn | None,
 ) -> CutModel:
     """Cut a model into as many stages as the placement has; without a cut, into balanced ones."""
-    balanced = Balanced(placement.num_stages, placement=placement)
-    chosen = _with_loss(balanced if given is None else given, microbatch, loss_fn)
+    chosen = chosen_cut(given, placement, microbatch, loss_fn)
     args, kwargs = microbatch.args, microbatch.kwargs
     match chosen:
         case Balanced():
@@ -53,6 +52,14 @@ def cut_as_given(
             "stages, or another schedule or stages_per_rank."
         )
     return pieces
+
+
+def chosen_cut(
+    given: Cut, placement: Placement, microbatch: Microbatch, loss_fn: LossFn | None
+) -> Cut:
+    """Return the cut that was given, or else a balanced one; if balanced, with the loss."""
+    balanced = Balanced(placement.num_stages, placement=placement)
+    return _with_loss(balanced if given is None else given, microbatch, loss_fn)
 
 
 def _with_loss(given: Cut, microbatch: Microbatch, loss_fn: LossFn | None) -> Cut:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.errors import GradientError
+from penstock.errors import GradientError, StageError
 
 if TYPE_CHECKING:
     from penstock.parallel.parallel_model import ParallelModel
@@ -42,10 +42,15 @@ class GradScaler:
         self._num_good = 0
         self._is_finite: bool | None = None
         """Whether all gradients of this step are finite; None until they are unscaled."""
+        self._was_skipped = False
 
     def is_of(self, pipe: "ParallelModel") -> bool:
         """Return whether this is the scaler of a model."""
         return self._pipe is pipe
+
+    def note_skipped(self) -> None:
+        """Note that the gradients of this step were not finite, though they may be gone."""
+        self._was_skipped = True
 
     def get_scale(self) -> float:
         """Return the factor of the gradients."""
@@ -65,7 +70,7 @@ class GradScaler:
         for parameter in self._pipe.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        self._is_finite = bool(largest.isfinite())
+        self._is_finite = bool(largest.isfinite()) and not self._was_skipped
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:
         """Step the optimizer, unless a gradient on any rank is not finite."""
@@ -86,7 +91,7 @@ class GradScaler:
         elif self._num_good == self._growth_interval:
             self._scale *= self._growth_factor
             self._num_good = 0
-        self._is_finite = None
+        self._is_finite, self._was_skipped = None, False
 
     def state_dict(self) -> dict[str, float]:
         """Return what `save(extra=…)` can keep: the scale, and the steps since it last changed."""
@@ -95,3 +100,15 @@ class GradScaler:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Load what `state_dict` returned."""
         self._scale, self._num_good = float(state["scale"]), int(state["num_good"])
+
+
+def scale_of(scaler: Any, pipe: "ParallelModel") -> float:
+    """Return the scale of the scaler of a model; raise an error for any other."""
+    if not isinstance(scaler, GradScaler) or not scaler.is_of(pipe):
+        is_ours = isinstance(scaler, GradScaler)
+        given = "the GradScaler of another model" if is_ours else f"a {type(scaler).__name__}"
+        raise StageError(
+            f"scaler is {given}. Expected penstock.GradScaler(pipe): torch's decides for each "
+            "rank alone whether to skip a step."
+        )
+    return scaler.get_scale()

@@ -74,10 +74,14 @@ def _launched(*_: str | None) -> tuple[distributed_c10d.Store, int, int]:
 
 
 def choose_device() -> torch.device:
-    """Return a CUDA device if there is one for each process of this machine, else the CPU."""
+    """Return an accelerator if there is one for each process of this machine, else the CPU.
+
+    Of accelerators, only those are chosen that torch has a backend of their own for: gloo, which
+    it names for some, would copy through the host.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if found is None or found.type != "cuda":
+    if found is None or _default_backend(found) in (None, "gloo"):
         return torch.device("cpu")
     if (num_devices := torch.accelerator.device_count()) < num_here:
         LOGGER.warning(
@@ -87,3 +91,11 @@ def choose_device() -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", "0"))
     torch.accelerator.set_device_index(index)
     return torch.device(found.type, index)
+
+
+def _default_backend(device: torch.device) -> str | None:
+    """Return the backend that torch chooses for a device; None if it knows none."""
+    try:
+        return dist.get_default_backend_for_device(device)
+    except ValueError:
+        return None

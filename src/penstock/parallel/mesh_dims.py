@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.comm import LocalGroup
+from penstock.comm import DryGroup, LocalGroup
 from penstock.errors import StageError
 from penstock.stage import GroupOrMesh
 
@@ -61,7 +61,7 @@ class MeshDims:
     @property
     def place(self) -> tuple[int, int]:
         """This rank's number in its pipeline, and the number of ranks there."""
-        if isinstance(self.pipeline, LocalGroup):
+        if isinstance(self.pipeline, LocalGroup | DryGroup):
             return self.pipeline.rank, self.pipeline.num_ranks
         if isinstance(self.pipeline, DeviceMesh):
             return self.pipeline.get_local_rank(), self.pipeline.size()

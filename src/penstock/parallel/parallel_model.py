@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from penstock.comm.pipelines_together import Peers
 from penstock.errors import (
     CheckpointError,
     GradientError,
+    PartitionError,
     PretrainedError,
     StageError,
     StepError,
@@ -23,12 +23,16 @@ from penstock.errors import (
 from penstock.ir import Rank, Schedule, StageId
 from penstock.microbatches.merging import check_was_joined
 from penstock.parallel.given_inputs import GivenInputs
-from penstock.parallel.grad_scaler import GradScaler
+from penstock.parallel.grad_scaler import GradScaler, scale_of
+from penstock.parallel.memory_snapshots import Snapshots
 from penstock.parallel.ranks_together import RanksTogether
+from penstock.parallel.rebalancing import Recutting
 from penstock.parallel.saved_folder import SavedModel, write_pretrained
 from penstock.parallel.stage_names import StageNames
+from penstock.parallel.trained_parameters import TrainedParameters
 from penstock.parallel.training_state import Saving, TrainingState
 from penstock.runtime import Pipeline
+from penstock.runtime.bad_values.bad_value import BadValue
 from penstock.runtime.step_settings import LossFn
 from penstock.sealed import Sealed
 from penstock.stage import PipelineStage
@@ -57,18 +61,15 @@ class ParallelModel(Sealed):
         stays_in_eval: bool,
         saved: SavedModel | None,
         peers: Peers,
+        recutting: Recutting | str,
     ) -> None:
         self._pipeline = pipeline
         self._saved = saved
         self._stays_in_eval = stays_in_eval
         self._ranks = RanksTogether(pipeline, peers)
         self._has_backward = pipeline.schedule.has_backward
-        self._replicated = {
-            parameter: parameter.requires_grad
-            for stage in self.stages.values()
-            if isinstance(stage.submod, DistributedDataParallel)
-            for parameter in stage.submod.parameters()
-        }
+        self._trained = TrainedParameters(self.stages.values())
+        self._recutting = recutting
         self._writers: dist.ProcessGroup | None = None
         """The group for asynchronous saves, once there was one."""
         self._names = names
@@ -122,6 +123,11 @@ class ParallelModel(Sealed):
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """The optimizers that step in the backward, one for each stage that has any."""
         return tuple(self._optimizers.values())
+
+    @property
+    def bad_value(self) -> BadValue | None:
+        """The first value of the last step that was not finite; None without `bad_values`."""
+        return self._pipeline.bad_value
 
     @property
     def loss_fn(self) -> LossFn | None:
@@ -249,8 +255,8 @@ class ParallelModel(Sealed):
             )
         if scaler is not None:
             self._check_not_in_backward("be unscaled")
-            grad_scale *= self._scale_of(scaler)
-        self._check_trained_alike()
+            grad_scale *= scale_of(scaler, self)
+        self._trained.check(self.rank, self.parameters(), self.optimizers)
         found: list[Any] = []
         args, kwargs = self._inputs.bind(args, kwargs)
         outputs = self._pipeline.step(
@@ -264,6 +270,8 @@ class ParallelModel(Sealed):
             work=work,
             **kwargs,
         )
+        if scaler is not None and self.bad_value is not None:
+            scaler.note_skipped()
         return self._result(found, losses, outputs, return_outputs)
 
     def evaluate(
@@ -327,6 +335,25 @@ class ParallelModel(Sealed):
         """Return the times of the last steps; `parallelize(..., record=True)` keeps them."""
         return self._pipeline.recording()
 
+    def rebalance(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Move layers between ranks by how long their stages take now; return whether any moved.
+
+        All ranks must call it, between steps, each with its optimizer, which is changed in place,
+        or with None if there is none. Parameters that move are new objects on their new ranks.
+        """
+        self._finish_saving()
+        if isinstance(self._recutting, str):
+            raise PartitionError(
+                f"rank {self.rank}: the layers of this model cannot be moved: {self._recutting}. "
+                "Save a checkpoint, and load it with another cut."
+            )
+        done = self._recutting.rebalance(self._pipeline, optimizer)
+        if done is not None:
+            self._pipeline = done.pipeline
+            self._ranks = RanksTogether(done.pipeline, self._ranks.peers)
+            self._names = StageNames.of(done.pieces.modules)
+        return done is not None
+
     # 3. Folders.
 
     def save(
@@ -358,6 +385,10 @@ class ParallelModel(Sealed):
         """
         self._finish_saving()
         return self._state(optimizer).load(_absolute(folder))
+
+    def snapshots(self, optimizer: torch.optim.Optimizer | None = None) -> Snapshots:
+        """Return snapshots of this training in memory, which a killed rank does not take along."""
+        return Snapshots(self._state(optimizer), self._ranks)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the model to a folder that `from_pretrained` of transformers loads.
@@ -436,31 +467,6 @@ class ParallelModel(Sealed):
                 f"{what}. Leave out optimizer_in_backward, and step an optimizer after the step."
             )
 
-    def _scale_of(self, scaler: Any) -> float:
-        if not isinstance(scaler, GradScaler) or not scaler.is_of(self):
-            raise StageError(
-                f"scaler is {_in_words(scaler)}. Expected penstock.GradScaler(pipe): torch's "
-                "decides for each rank alone whether to skip a step."
-            )
-        return scaler.get_scale()
-
-    def _check_trained_alike(self) -> None:
-        """Raise an error if parameters are trained that were not, where that has no effect."""
-        stepped = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        if stepped and any(p.requires_grad and p not in stepped for p in self.parameters()):
-            raise StageError(
-                f"rank {self.rank}: a parameter is trained that was frozen when the optimizers "
-                "that step in the backward were made, so none would step it. Add it to one of "
-                "pipe.optimizers with add_param_group()."
-            )
-        for parameter, is_trained in self._replicated.items():
-            if parameter.requires_grad is not is_trained:
-                raise StageError(
-                    f"rank {self.rank}: requires_grad of a parameter has changed since its stage "
-                    "was wrapped in DistributedDataParallel, which would not reduce gradients any "
-                    "more. Set it before parallelize(), or use a mesh dimension 'fsdp'."
-                )
-
     def _finish_saving(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -488,12 +494,6 @@ class ParallelModel(Sealed):
         finally:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
-
-
-def _in_words(scaler: Any) -> str:
-    if isinstance(scaler, GradScaler):
-        return "the GradScaler of another model"
-    return f"a {type(scaler).__name__}"
 
 
 def _absolute(folder: str | Path) -> Path:

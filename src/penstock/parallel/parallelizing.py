@@ -1,7 +1,7 @@
 """One call from a model to a pipeline that trains it."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,22 +13,29 @@ from penstock.comm.pipelines_together import Peers
 from penstock.ir import Schedule
 from penstock.microbatches.loss_weights import LossWeight
 from penstock.parallel.example_batch import Example, ExampleBatch
-from penstock.parallel.given_cut import Cut
+from penstock.parallel.given_cut import Cut, chosen_cut
 from penstock.parallel.given_loss import loss_as_given
 from penstock.parallel.joining import choose_device, joined_ranks
 from penstock.parallel.mesh_dims import MeshDims
 from penstock.parallel.parallel_model import ParallelModel
 from penstock.parallel.pretrained import Pretrained
 from penstock.parallel.rank_stages import build_stages
+from penstock.parallel.rebalancing import Recutting, empty_copy
 from penstock.parallel.saved_folder import SavedModel
 from penstock.parallel.schedule_choice import choose_schedule
 from penstock.parallel.spreading import Spreading
-from penstock.parallel.stage_optimizers import MakeOptimizer, make_optimizers, stepping
+from penstock.parallel.stage_optimizers import (
+    MakeOptimizer,
+    check_skips,
+    make_optimizers,
+    stepping,
+)
 from penstock.parallel.tied_values import check_tied_values
 from penstock.runtime import Auto, Pipeline
+from penstock.runtime.bad_values.value_guard import BadValues
 from penstock.runtime.pipeline import DEFAULT_TIMEOUT_S
 from penstock.runtime.step_settings import LossFn
-from penstock.stage import Group
+from penstock.stage import Group, PipelineStage
 
 
 def parallelize(
@@ -54,8 +61,10 @@ def parallelize(
     kwargs_chunk_spec: Any = None,
     output_merge_spec: Any = None,
     by_work: bool = False,
+    bad_values: BadValues | None = None,
     compile: bool = False,
     record: bool = False,
+    slow_when: float | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> ParallelModel:
     """Spread a model over the ranks of a pipeline, and return what trains it.
@@ -81,10 +90,15 @@ def parallelize(
     `mesh` has a dimension "pp", and may have "dp" for replicas, "fsdp" for parameters that
     fully_shard spreads, with `fsdp_options`, and "tp" for layers that are spread by `tp_plan`.
 
+    With `bad_values`, steps whose loss or gradients are not finite are logged ("report"), lose
+    their gradients on all ranks ("skip") or are errors ("raise"); `bad_value` says where it began.
+
     With `by_work`, `step` takes the `work` of each microbatch, and runs them in a quicker order.
 
     With `optimizer_in_backward`, which makes an optimizer of named parameters, each stage's
     optimizer steps as soon as the stage's gradients are complete.
+
+    With `slow_when`, such as 0.5, ranks and links that become 50 % slower are named in the log.
 
         >>> import torch, penstock
         >>> from torch import nn
@@ -98,6 +112,7 @@ def parallelize(
         >>> one == other
         True
     """
+    check_skips(optimizer_in_backward, bad_values)
     batch = ExampleBatch.of(example, example_kwargs, example_target)
     loss = loss_as_given(loss_fn)
     saved = SavedModel.of(model)
@@ -114,6 +129,14 @@ def parallelize(
         )
         microbatch = batch.first_microbatch(choice.num_microbatches, **specs)
         spreading = Spreading(dims, tp_plan or {}, fsdp_options or {})
+        skeleton = empty_copy(
+            model,
+            saved,
+            dims,
+            cut,
+            is_compiled=compile,
+            steps_in_backward=optimizer_in_backward is not None,
+        )
         own = build_stages(
             model,
             cut,
@@ -130,22 +153,28 @@ def parallelize(
         for stage in own.stages:
             spreading.apply(stage)
         optimizers = make_optimizers(own.stages, optimizer_in_backward)
-        pipeline = Pipeline(
-            own.stages,
-            choice.schedule,
-            num_microbatches=choice.num_microbatches,
-            loss_fn=loss,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            loss_weight=loss_weight,
-            replica_group=dims.replicas if loss is not None and scale_grads else None,
-            on_grads_ready=stepping(optimizers) if optimizers else None,
-            by_work=by_work,
-            compile=compile,
-            timeout=timeout,
-            record=record,
-            **specs,
-        )
+
+        def make_pipeline(stages: Sequence[PipelineStage]) -> Pipeline:
+            return Pipeline(
+                stages,
+                choice.schedule,
+                num_microbatches=choice.num_microbatches,
+                loss_fn=loss,
+                output_merge_spec=output_merge_spec,
+                scale_grads=scale_grads,
+                loss_weight=loss_weight,
+                replica_group=dims.replicas if loss is not None and scale_grads else None,
+                on_grads_ready=stepping(optimizers) if optimizers else None,
+                by_work=by_work,
+                bad_values=bad_values,
+                compile=compile,
+                timeout=timeout,
+                record=record,
+                slow_when=slow_when,
+                **specs,
+            )
+
+        pipeline = make_pipeline(own.stages)
         check_tied_values(pipeline)
         return ParallelModel(
             pipeline,
@@ -156,4 +185,13 @@ def parallelize(
             stays_in_eval=own.stays_in_eval,
             saved=saved,
             peers=Peers.of(dims.peer_groups, where, timeout),
+            recutting=Recutting.of(
+                skeleton,
+                chosen_cut(cut, choice.placement, microbatch, loss),
+                choice.placement,
+                microbatch,
+                where,
+                dims.pipeline,
+                make_pipeline,
+            ),
         )

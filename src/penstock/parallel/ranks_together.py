@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.comm import LocalGroup
+from penstock.comm import DryGroup, LocalGroup
 from penstock.comm.pipelines_together import Peers
 from penstock.runtime import Pipeline
 from penstock.stage import Group
@@ -22,7 +22,9 @@ class RanksTogether:
     @property
     def group(self) -> Group:
         """The ranks of this rank's pipeline."""
-        return next(iter(self.pipeline.stages.values())).group
+        group = next(iter(self.pipeline.stages.values())).group
+        assert not isinstance(group, DryGroup)  # Its stages are not made by parallelize.
+        return group
 
     @property
     def rank(self) -> int:

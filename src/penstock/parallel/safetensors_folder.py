@@ -77,7 +77,7 @@ class SafetensorsFolder:
         listed = _read_index(index)
         for file in dict.fromkeys(listed.values()):
             path = folder / file
-            if not path.is_file():
+            if not os.path.isfile(path):  # Also for names that no file can have.
                 raise PretrainedError(
                     f"{index} lists the file {file!r}, which {folder} lacks. Expected all files "
                     "of the index: copy or download the folder again."
@@ -175,7 +175,7 @@ def _entries(path: Path) -> dict[str, Entry]:
             version = _version(os.fstat(file.fileno()))
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-    except (OSError, ValueError, _safetensors().SafetensorError) as exc:
+    except (OSError, ValueError, RecursionError, _safetensors().SafetensorError) as exc:
         raise PretrainedError(
             f"{path} is not a complete safetensors file ({exc}). Expected one: copy or download "
             "it again, or convert the weights with transformers, by from_pretrained(…) and "
@@ -204,7 +204,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         listed = json.loads(index.read_text())["weight_map"]
         is_right = all(Path(file).name == file for file in listed.values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
         raise PretrainedError(
             f"{index} is not an index of weights ({type(exc).__name__}: {exc}). Expected JSON with "
             "a 'weight_map' from names of tensors to files: copy or download the folder again."

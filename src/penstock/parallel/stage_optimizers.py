@@ -6,11 +6,22 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from penstock.errors import StageError
 from penstock.ir import StageId
 from penstock.stage import PipelineStage
 from penstock.stage.stage_checks import unwrapped
 
 MakeOptimizer: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+def check_skips(make: MakeOptimizer | None, bad_values: object) -> None:
+    """Raise an error if optimizers would use gradients of steps that are to be skipped."""
+    if make is not None and bad_values == "skip":
+        raise StageError(
+            "bad_values is 'skip', but with optimizer_in_backward, optimizers use gradients before "
+            "all ranks know that they are finite. Expected one of the two: leave "
+            "optimizer_in_backward out, and step an optimizer after the step."
+        )
 
 
 def make_optimizers(

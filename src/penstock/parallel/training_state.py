@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from penstock.comm.world_watch import doing
 from penstock.errors import CheckpointError
+from penstock.parallel.checkpoint_reader import CheckpointReader
 from penstock.parallel.json_keys import with_any_keys, without_keys_apart
 from penstock.parallel.optimizer_state import OptimizerState, join_settings
 from penstock.parallel.ranks_together import RanksTogether, describe_error
@@ -91,6 +92,7 @@ class TrainingState:
         named = names.all_names(self._modules)
         self._optimizers = [OptimizerState(optimizer, named) for optimizer in optimizers]
 
+    @doing("in saving a checkpoint")
     def save(
         self, path: Path, extra: Mapping[str, Any], writers: dist.ProcessGroup | None
     ) -> Saving:
@@ -104,8 +106,9 @@ class TrainingState:
         incomplete = path
         try:
             state = dict(self._tensors())
-            settings = {k: v for each in self._optimizers for k, v in each.settings().items()}
-            _as_json(with_any_keys(dict(extra)))
+            known = {k: v for each in self._optimizers for k, v in each.settings().items()}
+            _as_json([with_any_keys(dict(extra)), known])
+            settings = known  # They can be sent.
             if not ranks.are_threads and ranks.processes() is None:
                 raise CheckpointError(
                     "some processes are not in the mesh of this model. Expected all of them in it, "
@@ -145,6 +148,7 @@ class TrainingState:
         saving.wait()
         return saving
 
+    @doing("in loading a checkpoint")
     def load(self, path: Path) -> dict[str, Any]:
         """Read the state of all ranks, which must all call this; return the `extra` of `save`."""
         error: BaseException | None = None
@@ -168,8 +172,8 @@ class TrainingState:
         return extra
 
     def _load(self, path: Path) -> dict[str, Any]:
-        described = _read_json(path)
-        stored = FileSystemReader(path).read_metadata().state_dict_metadata
+        described = read_description(path)
+        stored = CheckpointReader(path).read_metadata().state_dict_metadata
         in_model = {key.removeprefix("model.") for key in stored if key.startswith("model.")}
         if unknown := sorted(in_model - self._names.saved):
             raise CheckpointError(
@@ -177,18 +181,45 @@ class TrainingState:
                 "checkpoint of a model with the same names: make the model as it was when it was "
                 "saved."
             )
-        loaded = [each.prepare(path, stored, described["optimizer"]) for each in self._optimizers]
+
+        def read(state: dict[str, Tensor]) -> None:
+            with _quietly():
+                # This fills the given tensors in place, so it sets the parameters.
+                state_dict_loader.load(state, storage_reader=CheckpointReader(path), no_dist=True)
+
+        self.fill(path, stored, described["optimizer"], read)
+        extra: dict[str, Any] = described["extra"]
+        return extra
+
+    def fill(
+        self,
+        path: Path,
+        stored: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+        read: Callable[[dict[str, Tensor]], None],
+    ) -> None:
+        """Let `read` fill this rank's tensors, by their keys, and give them to its optimizers.
+
+        `stored` has the metadata of what there is, and `groups` the settings of the optimizers;
+        `path` names both in errors.
+        """
+        loaded = [each.prepare(path, stored, groups) for each in self._optimizers]
         state = dict(self._weights())
         for each in loaded:
             state |= each.tensors()
-        with _quietly():
-            # This fills the given tensors in place, so it sets the parameters.
-            state_dict_loader.load(state, checkpoint_id=path, no_dist=True)
+        read(state)
         self._fill_copies(state)
         for each in loaded:
             each.use()
-        extra: dict[str, Any] = described["extra"]
-        return extra
+
+    def held(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return all tensors of this rank, by their keys, and the settings of its optimizers."""
+        tensors = dict(self._weights())
+        settings: dict[str, Any] = {}
+        for optimizer in self._optimizers:
+            tensors |= dict(optimizer.tensors())
+            settings |= optimizer.settings()
+        return tensors, settings
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what this rank saves: buffers, which replicas may have differently, only once."""
@@ -256,7 +287,7 @@ def _follow(begun: Any, done: "Future[None]", complete: Callable[[], None]) -> N
     begun.add_done_callback(end)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_description(path: Path) -> dict[str, Any]:
     described = json.loads((path / _FILE).read_text())
     if described["format"] != _FORMAT:
         raise ValueError(f"{_FILE} has another format")

@@ -38,8 +38,8 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> Any:
     """Return the configuration of a folder, with some of its values replaced."""
     file = folder / "config.json"
     try:
-        described = json.loads(file.read_text())
-    except (OSError, ValueError) as exc:
+        described = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as exc:
         raise PretrainedError(
             f"{file} cannot be read as JSON ({exc}). Expected a folder as save_pretrained() of "
             "transformers writes it, with config.json and safetensors files."

@@ -21,6 +21,7 @@ def balance(
     placement: Placement | None = None,
     memory: MemoryLimit | None = None,
     slack: float = 0.0,
+    speeds: Iterable[float] | None = None,
 ) -> Partition:
     """Cut layers into `num_stages` stages so that the slowest rank costs as little as possible.
 
@@ -37,6 +38,12 @@ def balance(
     (5.0, 3.0)
     >>> balance([1] * 12, 4, placement=Placement.v(2)).stage_costs
     (3.0, 3.0, 3.0, 3.0)
+
+    `speeds` has one number per rank, if they differ: a layer costs as much as `costs` says on a
+    rank of speed 1, and half of that on one of speed 2.
+
+    >>> balance([1] * 8, 4, speeds=[1, 1, 0.5, 1]).starts
+    (0, 3, 5, 6)
 
     The guarantee depends on the placement:
 
@@ -60,13 +67,15 @@ def balance(
         placement = Placement.linear(num_stages)
     _check_placement(placement, num_stages)
     share = Fraction(to_float("slack", slack))
-    time = Load.of([[Fraction(cost) for cost in each]] * num_stages)
+    rates = _check_speeds(speeds, placement.num_ranks)
+    by_rank = [[Fraction(cost) / rate for cost in each] for rate in map(Fraction, rates)]
+    time = Load.of([by_rank[rank] for rank in placement.ranks])
     if memory is None:
         starts = _cut(time, Limit.none(time), placement, share)
         assert starts is not None, "without a limit there is always a cut"
     else:
         starts = _cut_within(memory, time, placement, share)
-    return Partition(starts, each, placement)
+    return Partition(starts, each, placement, () if speeds is None else rates)
 
 
 def _cut_within(
@@ -122,6 +131,18 @@ def _check_counts(num_layers: int, num_stages: int) -> None:
             f"{num_layers} layers cannot be cut into {num_stages} stages. "
             "Each stage needs at least one layer: use fewer stages, or smaller layers."
         )
+
+
+def _check_speeds(speeds: Iterable[float] | None, num_ranks: int) -> tuple[float, ...]:
+    if speeds is None:
+        return (1.0,) * num_ranks
+    rates = to_floats("speeds", speeds, per="rank")
+    if len(rates) != num_ranks or 0 in rates:
+        raise PartitionError(
+            f"speeds is {', '.join(map(str, rates)) or 'empty'}. Expected a positive number for "
+            f"each of the {num_ranks} ranks."
+        )
+    return rates
 
 
 def _check_placement(placement: Placement, num_stages: int) -> None:

@@ -15,6 +15,8 @@ class Partition:
     costs: tuple[float, ...]
     """The cost of each layer."""
     placement: Placement
+    speeds: tuple[float, ...] = ()
+    """The speed of each rank; empty if all are 1."""
 
     @property
     def num_stages(self) -> int:
@@ -28,8 +30,8 @@ class Partition:
     @property
     def stage_costs(self) -> tuple[float, ...]:
         return tuple(
-            math.fsum(self.costs[layer] for layer in self.layers_of(stage))
-            for stage in range(self.num_stages)
+            math.fsum(self.costs[layer] for layer in self.layers_of(stage)) / self._speed(rank)
+            for stage, rank in enumerate(self.placement.ranks)
         )
 
     @property
@@ -41,6 +43,7 @@ class Partition:
                 for stage in self.placement.stages_of(rank)
                 for layer in self.layers_of(stage)
             )
+            / self._speed(rank)
             for rank in range(self.placement.num_ranks)
         )
 
@@ -48,3 +51,6 @@ class Partition:
     def slowest(self) -> float:
         """The cost of the slowest rank, which the others wait for."""
         return max(self.rank_costs)
+
+    def _speed(self, rank: int) -> float:
+        return self.speeds[rank] if self.speeds else 1.0

@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.comm import check_agreement
 from penstock.comm.pipelines_together import Peers
 from penstock.ir import StageId
 from penstock.microbatches.loss_weights import average_over_replicas_, sum_over_replicas
 from penstock.runtime.pipeline_checks import check_same_replicas
 from penstock.stage import PipelineStage
+from penstock.stage.stage_checks import ranks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +59,25 @@ class Replicas:
         if self.given is not None and dist.get_rank(self.given) >= 0:
             groups.append(self.given)
         return Peers.of(groups, self.device, self.timeout_s)
+
+    def check_recomputed(self) -> None:
+        """Raise an error if ranks that compute a stage together recompute different parts of it.
+
+        Each would wait for collectives that the others do not run. All of them must call it. Ranks
+        that name no parts do not ask: others that wait for them in vain say so at the deadline. A
+        group with other ranks of this pipeline does not count: those hold other stages.
+        """
+        if not any(stage.recomputed for stage in self.stages.values()):
+            return
+        groups = [
+            group
+            for stage in self.stages.values()
+            for group in stage.forward_groups
+            if {dist.get_rank()} == {*ranks_of(group)} & {dist.get_rank(), *ranks_of(stage.group)}
+        ]
+        peers = Peers.of(groups, self.device, self.timeout_s)
+        parts = {
+            f"stage {index}": sorted(stage.recomputed) or "the whole stage"
+            for index, stage in self.stages.items()
+        }
+        check_agreement(peers.gather({"recomputed": parts}, "the first step"), "pipeline")
