@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from fuzzing import rotated
 from local_steps import (
@@ -30,9 +29,10 @@ from local_steps import (
     step_locally,
 )
 from penstock import Pipeline, Schedule, schedules
-from penstock.errors import StageError
+from penstock.errors import CommError, StageError
 from penstock.ir import Backward, Recompute
 from recomputed_steps import assert_same_bits, recomputed, train
+from repeated_blocks import BLOCKS, Block, autocast_inside, in_place, popping, unchanged
 from stage_training import TRAINING_NAMES, Run
 from staged_models import MODELS, Batch, MLPStage
 
@@ -62,102 +62,6 @@ def test_registered_schedule_gives_the_same(name: str, model: str, kind: str) ->
     modules = [made.stage(index, run.num_stages) for index in range(run.num_stages)]
     batch = made.batch(run.batch_size, 0)
     check(modules, schedule, batch, [kind], loss_fn=made.loss_fn(run.reduction))
-
-
-class Block(nn.Module):
-    """A residual block around what a case computes with a layer."""
-
-    def __init__(self, function: Callable[..., Any], *parts: nn.Module) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.parts = nn.ModuleList(parts)
-        self.function = function
-        self.register_buffer("count", torch.zeros(()))
-        self.calls = 0
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Any:
-        return self.function(self, x, **kwargs)
-
-
-def normed(block: Block, x: Tensor) -> Tensor:
-    y: Tensor = block.parts[0](block.layer(x)).tanh()
-    return x + y
-
-
-def counting(block: Block, x: Tensor) -> Tensor:
-    """It depends on a buffer that it changes, and on an attribute that it sets."""
-    with torch.no_grad():
-        block.count += 1
-    block.calls += 1
-    return x + block.layer(x) * block.count.clone() + block.calls
-
-
-def replacing(block: Block, x: Tensor) -> Tensor:
-    """It puts another tensor in the place of a buffer."""
-    block.count = block.count + 1
-    return x + block.layer(x) * block.count
-
-
-def remembering(block: Block, x: Tensor) -> Tensor:
-    """It keeps a tensor with its graph until the next call, which reads its values."""
-    y: Tensor = block.layer(x)
-    last = getattr(block, "last", None)
-    block.last = y
-    return x + y if last is None else x + y * last.detach()
-
-
-def drawing_elsewhere(block: Block, x: Tensor) -> Tensor:
-    generator = block.__dict__.setdefault("generator", torch.Generator().manual_seed(0))
-    noise = torch.rand(x.shape, generator=generator, dtype=x.dtype)
-    return x + block.layer(x) * (noise + random.random() + np.random.rand())
-
-
-def in_place(block: Block, x: Tensor, mask: Tensor) -> Tensor:
-    """It changes an input that needs no gradient."""
-    mask.mul_(0.5).add_(1)
-    return x + block.layer(x) * mask.clone()
-
-
-def popping(block: Block, x: Tensor, scales: list[Tensor]) -> Tensor:
-    """It empties a list that it was given."""
-    return x + block.layer(x) * scales.pop()
-
-
-def checkpointed(block: Block, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(
-        lambda value: functional.dropout(block.layer(value).tanh()), x, use_reentrant=False
-    )
-    return x + y
-
-
-def view(block: Block, x: Tensor) -> Tensor:
-    return block.layer(torch.cat([x, x])).tanh()[: x.shape[0]]
-
-
-def unchanged(block: Block, x: Tensor) -> Tensor:
-    return x
-
-
-def autocast_inside(block: Block, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y: Tensor = block.layer(x.float())
-    return x + y.to(x.dtype)
-
-
-BLOCKS: dict[str, Callable[[], Block]] = {
-    "dropout": lambda: Block(normed, nn.Dropout(0.5)),
-    "batch norm": lambda: Block(normed, nn.BatchNorm1d(WIDTH)),
-    "spectral norm": lambda: Block(
-        normed, torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-    ),
-    "counting": lambda: Block(counting),
-    "replacing": lambda: Block(replacing),
-    "remembering": lambda: Block(remembering),
-    "drawing elsewhere": lambda: Block(drawing_elsewhere),
-    "checkpointed": lambda: Block(checkpointed),
-    "view": lambda: Block(view),
-    "unchanged": lambda: Block(unchanged),
-}
 
 
 @rotated(block=BLOCKS, schedule=FOUR_STAGES, kind=KINDS)
@@ -341,6 +245,41 @@ def test_weights_that_change_before_the_recomputation_are_refused() -> None:
         StageError, match=r"stage 0, microbatch 1: something has changed a parameter"
     ):
         step_locally(modules, schedule, batch)
+
+
+def test_failure_inside_of_a_recomputation_leaves_the_stage_as_after_its_forward() -> None:
+    calls: list[int] = []
+
+    def failing(block: Block, x: Tensor) -> Tensor:
+        calls.append(block.calls)
+        block.calls += 1
+        y: Tensor = functional.dropout(block.parts[0](block.layer(x)))
+        if len(calls) == 3:
+            raise ArithmeticError("in the second one")
+        return x + y
+
+    block = Block(failing, nn.BatchNorm1d(WIDTH)).double()
+    left: list[Any] = []
+
+    def after_forwards(action: Any, context: Any) -> None:
+        left[:] = [torch.get_rng_state(), *(value.clone() for value in block.buffers())]
+        context.run(action)
+
+    def main(pipeline: Pipeline) -> None:
+        pipeline.register_custom_function(Recompute, after_forwards)
+        with pytest.raises(ArithmeticError, match="in the second one") as caught:
+            pipeline.step(batch.args[0], target=batch.target)
+        assert ["in 0R0 (recomputation of microbatch 0 on stage 0), on rank 0"] == (
+            caught.value.__notes__
+        )
+        with pytest.raises(CommError, match="this pipeline has ended"):
+            pipeline.step(batch.args[0], target=batch.target)
+
+    batch = mlp_batch()
+    run_locally([block], Schedule.from_csv("0F0,0F1,0R0,0B0,0R1,0B1\n"), main)
+    assert [0, 1, 0] == calls
+    assert 2 == block.calls
+    assert_same_bits(left, [torch.get_rng_state(), *block.buffers()])
 
 
 class Remember:

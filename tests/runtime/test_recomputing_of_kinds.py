@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import penstock
 from fuzzing import rotated
 from local_steps import FOUR_STAGES, WIDTH, grads_of, mean_square, mlp, mlp_batch, run_locally
 from penstock import LocalGroup, Pipeline, PipelineStageInfo, Schedule, local_ranks
@@ -52,21 +53,50 @@ def test_tied_parameters_give_the_same(schedule: Schedule, kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZB-H1"])
-def test_compiled_stages_give_the_same(name: str) -> None:
-    batch, found = mlp_batch(), []
-    for schedule in (FOUR_STAGES[name], recomputed(FOUR_STAGES[name])["all"]):
+class Compiled(nn.Module):
+    """A stage of which the middle is compiled; it changes buffers."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+        if backend == "penstock":
+            self.middle = penstock.compile(middle)
+        else:
+            middle.compile(backend=backend)
+            self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.middle(self.first(x))
+        return x + y
+
+
+@pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile, whose backward cannot be")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch warns of itself.
+@pytest.mark.parametrize("parts", [None, ["middle"], ["first", "middle"]], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("aot_eager", "1F1B"),
+        ("aot_eager", "ZB-H1"),
+        ("inductor", "DualPipeV"),
+        ("penstock", "ZB-V"),
+    ],
+)
+def test_compiled_stages_give_the_same(backend: str, name: str, parts: list[str] | None) -> None:
+    """The inputs of the second stage need gradients, so its compiled backward can be split."""
+    schedule, batch, found = FOUR_STAGES[name], mlp_batch(), []
+    for each in (schedule, recomputed(schedule)["all"]):
         torch.compiler.reset()
         torch.manual_seed(0)
-        modules = mlp()
-        modules[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double()
-        modules[1].compile(backend="aot_eager")
+        modules: list[nn.Module] = [Compiled(backend).double() for _ in range(schedule.num_stages)]
 
         def main(pipeline: Pipeline) -> None:
             for _ in range(2):
                 pipeline.step(batch.args[0], target=batch.target)
 
-        run_locally(modules, schedule, main)
+        run_locally(modules, each, main, stage_options={"recomputed": parts})
         found.append([grads_of(modules), [*modules[1].buffers()]])
     assert_same_bits(*found)
 

@@ -1,6 +1,7 @@
 """One batch through the schedule: all state of a step, from its first action to its last."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, cast
@@ -24,12 +25,19 @@ from penstock.ir import (
     Unshard,
 )
 from penstock.ir.action import SHARDING_TYPES, Sharding, SingleCompute
-from penstock.runtime.in_flight import Dropped, DroppingForwards, InFlight, Payload
+from penstock.runtime.in_flight import (
+    Dropped,
+    DroppingForwards,
+    InFlight,
+    Payload,
+    share_memory,
+)
 from penstock.runtime.losses import Losses
 from penstock.runtime.measuring.observer import UNWATCHED, Leaves, Observer
 from penstock.runtime.messages.forms import Form, flatten, unflatten
 from penstock.runtime.messages.handing_over import hand_over
 from penstock.runtime.messages.mailbox import Mailbox
+from penstock.runtime.messages.rebuilt_gradients import rebuild_gradients
 from penstock.runtime.outside_graphs import OutsideGraphs
 from penstock.runtime.program import Entry, Program, Task
 from penstock.runtime.step_settings import Batch, CustomFunction, Settings
@@ -45,10 +53,8 @@ from penstock.stage.passage import (
     stand_in_for,
 )
 from penstock.stage.repeating import nothing_saved
-from penstock.torch_private import (
-    is_any_autocast_enabled,
-    pytree,
-)
+from penstock.torch_private import is_any_autocast_enabled, pytree
+from penstock.watch.place import ACTION, Place
 
 _NONE = frozenset((NoneType,))
 
@@ -68,6 +74,7 @@ class Step:
     needs_losses: bool
     tied: TiedGrads | None
     observer: Observer
+    place: Place
     outputs: dict[MicrobatchId, Any] = field(default_factory=dict)
     current: Action | None = None
     """The action that is running, for error messages."""
@@ -101,10 +108,11 @@ class Step:
         if self.has_backward:
             for index, stage in self.stages.items():
                 stage.begin_step(is_scheduled=index in self.program.gathered)
-        custom = self.settings.custom_functions
-        run = self._run_task
+        custom, run = self.settings.custom_functions, self._run_task
+        memory = self.place.enter_step()
         for entry in self.program.entries:
             self.current = action = entry.action
+            memory[ACTION] = entry.words
             if entry.tasks:
                 if custom and (function := custom.get(type(action))) is not None:
                     self._run_custom(entry, function)
@@ -117,6 +125,7 @@ class Step:
                 with self.observer.ranges.sharding(action):
                     self._gather_or_reduce(action)
         self.current = None
+        self.place.leave_actions()
         ranges = self.observer.ranges
         with ranges.ending("wait for the end of all sends"):
             self.mailbox.finish()
@@ -260,7 +269,7 @@ class Step:
             passage = stage.forward(mb, args, kwargs, is_split=task.is_split)
         else:
             self.observer.memory.arrived(task.needs, inputs)
-            if task.drops:
+            if task.drops and not stage.recomputed:
                 self._drop(task, stage, args, kwargs, inputs, outside)
                 return
             passage = self._watch_forward(task, stage, args, kwargs)
@@ -270,9 +279,11 @@ class Step:
     def _watch_forward(
         self, task: Task, stage: PipelineStage, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Passage:
-        is_split = task.is_split and not task.drops
+        mb, drops_parts = task.action.mb, task.drops and bool(stage.recomputed)
+        is_split = task.is_split and drops_parts is task.drops
         with self.observer.memory.watching(stage, (args, kwargs)) as note:
-            passage = stage.forward(task.action.mb, args, kwargs, is_split=is_split)
+            with self._dropping.of_parts(stage, mb) if drops_parts else nullcontext():
+                passage = stage.forward(mb, args, kwargs, is_split=is_split)
             note(passage.outputs)
         return passage
 
@@ -299,14 +310,21 @@ class Step:
 
     def _recompute(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
         """Run a forward again, with the graph that its backward needs."""
-        dropped = self._dropping.dropped.pop((stage.stage_index, mb))
         self.observer.memory.arrived((), ())
+        if stage.recomputed:
+            with self.observer.memory.watching(stage, ()) as note:
+                passage = self._in_flight[stage.stage_index, mb].passage
+                self._dropping.fill_in(stage, mb, passage, note)
+            return
+        dropped = self._dropping.dropped.pop((stage.stage_index, mb))
         loss: Tensor | None = None
         payloads: list[Payload] = []
         with dropped.repeated.again() as ((args, kwargs), copies):
             passage = self._watch_forward(task, stage, args, kwargs)
             if not stage.is_last:
                 payloads = [flatten(values) for values in stage.share_out(mb, passage.outputs)]
+                takers = self._in_flight, self._dropping.dropped
+                share_memory(Forward(stage.stage_index, mb), payloads, self.program.flow, *takers)
             elif self.needs_losses:
                 value = self.losses.values[mb]
                 loss = self._compute_loss(stage, mb, passage.outputs)
@@ -449,24 +467,13 @@ class Step:
                 grads = cast(list[Tensor | None], tensors)
             else:
                 needing = list(filter(needs_grad, outputs))
-                grads = self._rebuild_gradients(message, form, tensors, needing)
+                grads = rebuild_gradients(
+                    self.stages[message.taker], message, form, tensors, needing
+                )
         if len(grads) == len(outputs):  # All of them need one.
             return grads
         arriving = iter(grads)
         return [next(arriving) if needs_grad(output) else None for output in outputs]
-
-    def _rebuild_gradients(
-        self, message: Message, form: Form, tensors: list[Tensor], outputs: list[Tensor]
-    ) -> list[Tensor | None]:
-        """Return the gradients that a message of any form holds for outputs that need one."""
-        arriving = iter(tensors)
-        stage = self.stages[message.taker]
-        return [
-            None
-            if like is None
-            else stage.rebuild(next(arriving), like.spread, message.mb, gradient_of=output)
-            for like, output in zip(form.leaves, outputs, strict=True)
-        ]
 
     def _backward_weight(self, task: Task, stage: PipelineStage, mb: MicrobatchId) -> None:
         pending = self._pending.pop((stage.stage_index, mb))

@@ -1,6 +1,6 @@
 """Run the steps of a pipeline: with their programs and observers, and the next schedule."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,9 @@ from penstock.ir.action import in_words
 from penstock.microbatches.loss_weights import LossWeights
 from penstock.passes.local_proof import has_stamps
 from penstock.runtime.auto.auto_pilot import AutoPilot
+from penstock.runtime.auto.given_schedule_watch import GivenScheduleWatch
 from penstock.runtime.auto.pilot import AbstractPilot, gathered_placement
+from penstock.runtime.bad_values.value_guard import ValueGuard
 from penstock.runtime.losses import Losses
 from penstock.runtime.measuring.action_bytes import ActionBytes
 from penstock.runtime.measuring.action_times import Meter
@@ -23,6 +25,7 @@ from penstock.runtime.messages.mailbox import Mailbox
 from penstock.runtime.pipeline_checks import (
     check_replicas,
     check_shared_modules,
+    check_slow_when,
     check_wrapped_early,
 )
 from penstock.runtime.rank_facts import (
@@ -46,7 +49,9 @@ from penstock.torch_private import is_profiling
 class StepRunner:
     """The state that steps of one pipeline share: programs, forms of messages, ties.
 
-    `plan` is the schedule of all steps, or a pilot that chooses the schedule of each.
+    `plan` is the schedule of all steps, or a pilot that chooses the schedule of each. `check_peers`
+    is called before the first step with a backward, which pipelines with common collectives run
+    together.
     """
 
     def __init__(
@@ -56,8 +61,14 @@ class StepRunner:
         num_microbatches: int,
         *,
         has_backward: bool,
+        check_peers: Callable[[], None],
+        guard: ValueGuard | None = None,
+        slow_when: float | None = None,
     ) -> None:
         self._stages = stages
+        self._guard = guard
+        self._check_peers = check_peers
+        self._are_peers_checked = False
         self._first = next(iter(stages.values()))
         self._num_microbatches = num_microbatches
         self._has_backward = has_backward
@@ -75,6 +86,10 @@ class StepRunner:
         self._checked: list[int] = []
         """The stages' `num_changes` for which the programs were made and all was checked."""
         self._pilot = plan if isinstance(plan, AbstractPilot) else None
+        self._slow_when = check_slow_when(slow_when, plan, has_backward=has_backward)
+        self._watch = (
+            None if slow_when is None else GivenScheduleWatch(slow_when, self._first.device)
+        )
         if isinstance(plan, Schedule):
             self._use(plan)
 
@@ -88,6 +103,20 @@ class StepRunner:
             )
         return self._schedule
 
+    @property
+    def stage_times(self) -> dict[StageId, float]:
+        """The seconds that each stage of this rank takes in a step; empty if not measured yet."""
+        pilot = self._pilot
+        watch = pilot.watch if isinstance(pilot, AutoPilot) and self._schedule else None
+        if self._watch is not None:
+            watch = self._watch.watch
+        return {} if watch is None else watch.stage_times(self._first.group_rank)
+
+    @property
+    def are_grads_open(self) -> bool:
+        """True if the last step left gradients for a later one to complete."""
+        return self._are_grads_open
+
     def facts(self, named: dict[str, Any]) -> RankFacts:
         """Return the facts of this rank; the schedule is added to the named ones."""
         orders: dict[Rank, str] = {}
@@ -99,7 +128,8 @@ class StepRunner:
             described = describe_part(self.schedule)
         else:
             described = describe_whole(self.schedule)
-        return RankFacts.of(self._stages, {**named, "schedule": described}, orders)
+        agreed = {**named, "schedule": described, "slow_when": self._slow_when}
+        return RankFacts.of(self._stages, agreed, orders)
 
     def agree(self, comm: AbstractComm, ranks: Sequence[RankFacts]) -> None:
         """Raise an error unless all ranks were given the same.
@@ -107,6 +137,7 @@ class StepRunner:
         If parts of the schedule differ, or some ranks know only their part and others the whole,
         all ranks compare the whole.
         """
+        comm.place.hold(self._stages)
         named = [rank.named for rank in ranks]
         descriptions = {rank.named["schedule"] for rank in ranks}
         has_parts = any(rank.orders for rank in ranks)
@@ -153,19 +184,21 @@ class StepRunner:
     ) -> Step:
         """Run one batch; return the step with its outputs and losses."""
         programs = self._refresh()
+        if has_backward and not comm.is_dry:
+            self._check_peers_once()
         program = programs.training if has_backward else programs.forward
         forms = {} if self._is_dynamic else self._forms[has_backward]
-        if comm.is_dry and not forms:
-            forms.update(foresee_forms(program, self._stages, has_backward=has_backward))
         pilot = self._pilot if has_backward else None
-        observer = UNWATCHED if pilot is None else pilot.make_observer()
-        if observer is UNWATCHED and recorders:
-            if has_backward and any(one.wants_memory(self.schedule) for one in recorders):
-                observer = Observer(memory=ActionBytes(self._first.device))
-            else:
-                observer = Observer(Meter(self._first.device))
-        if is_profiling():
-            observer = replace(observer, ranges=ProfilerRanges())
+        if comm.is_dry and not forms:
+            foreseen = None if pilot is None else pilot.foresee()
+            if foreseen is None:
+                foreseen = foresee_forms(program, self._stages, has_backward=has_backward)
+            forms.update(foreseen)
+        watch = self._watch if has_backward else None
+        observer = self._make_observer(pilot or watch, recorders, has_backward=has_backward)
+        guard = self._guard if has_backward and not comm.is_dry else None
+        if guard is not None:
+            observer = guard.watched(observer)
         tied = self._tied_grads(comm, settings) if has_backward and self._ties.stages else None
         step = Step(
             program=program,
@@ -192,9 +225,13 @@ class StepRunner:
             needs_losses=needs_losses,
             tied=tied,
             observer=observer,
+            place=comm.place,
         )
         try:
-            step.run_all()
+            if guard is None:
+                step.run_all()
+            else:
+                guard.run(step)
         except BaseException as error:
             if step.tied is not None:
                 step.tied.put_back()
@@ -203,13 +240,38 @@ class StepRunner:
             raise
         if has_backward:
             self._are_grads_open = not settings.is_final
+        if guard is not None:
+            guard.settle(comm, is_final=settings.is_final)
         for recorder in recorders:
             recorder.take(observer, self.schedule)
+        if watch is not None:
+            watch.end_step(observer, self.schedule, comm, forms, batch.work)
         if pilot is not None:
-            following = pilot.end_step(observer, forms)
+            following = pilot.end_step(observer, forms, batch.work)
             if following != self._schedule:
                 self._use(following)
         return step
+
+    def _check_peers_once(self) -> None:
+        if not self._are_peers_checked:
+            self._check_peers()
+            self._are_peers_checked = True
+
+    def _make_observer(
+        self,
+        planner: AbstractPilot | GivenScheduleWatch | None,
+        recorders: Sequence[Recorder],
+        *,
+        has_backward: bool,
+    ) -> Observer:
+        """Return an observer for who plans, or else for recorders, and for torch's profiler."""
+        observer = UNWATCHED if planner is None else planner.make_observer()
+        if observer is UNWATCHED and recorders:
+            if has_backward and any(one.wants_memory(self.schedule) for one in recorders):
+                observer = Observer(memory=ActionBytes(self._first.device))
+            else:
+                observer = Observer(Meter(self._first.device))
+        return replace(observer, ranges=ProfilerRanges()) if is_profiling() else observer
 
     def _tied_grads(self, comm: AbstractComm, settings: Settings) -> TiedGrads | None:
         """Return what exchanges tied gradients; None in steps that leave them to a later one.

@@ -21,6 +21,8 @@ class Batch:
     loss_kwargs: dict[str, Any]
     order: Sequence[MicrobatchId] = ()
     """By microbatch: its number in the batch that the caller gave; empty if it is the same."""
+    work: Sequence[float] = ()
+    """By microbatch: the work that it takes; empty if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """One microbatch's passage through a stage: between its forward and the end of its backward."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -40,6 +41,10 @@ class WholePassage:
         roots = self.outputs if loss is None else loss
         input_grads = stage_backward(roots, grads, self.inputs)
         return input_grads, do_nothing if self._dw_builder is None else self._dw_builder()
+
+    def rerunning(self) -> AbstractContextManager[None]:
+        """Return a context in which modules of the forward may run again."""
+        return nullcontext()
 
     def backward_of_nothing(self) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
         """Run `backward` for a microbatch whose loss does not count: all gradients are zeros."""
@@ -105,6 +110,10 @@ class SplitPassage:
             input_grads, pending = self._forward.backward_input(output_grads)
         self.held = pending.held
         return input_grads, pending.run
+
+    def rerunning(self) -> AbstractContextManager[None]:
+        """Return a context in which modules of the forward may run again."""
+        return self._forward.rerunning()
 
     def backward_of_nothing(self) -> tuple[tuple[Tensor | None, ...], WeightBackward]:
         """Run `backward` for a microbatch whose loss does not count: all gradients are zeros."""

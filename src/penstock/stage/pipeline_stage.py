@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,6 +24,7 @@ from penstock.stage.examples import Examples, as_examples, check_like
 from penstock.stage.forward_contexts import ContextFactory, ForwardContexts
 from penstock.stage.meshes import GetMesh, Meshes, fits, meshes_of
 from penstock.stage.outputs import as_arguments, shares_of
+from penstock.stage.part_names import as_part_names, find_parts
 from penstock.stage.passage import (
     LatePassage,
     Passage,
@@ -74,6 +76,10 @@ class PipelineStage(Sealed):
     `skips_in` is the other end: it maps stages before the previous one to the number of arguments
     that come from there. These are the first arguments, those from the first stage first.
 
+    `recomputed` is for schedules that recompute forwards of this stage: it names the submodules
+    that a recomputation runs again, such as "layers.0". The others keep what their backwards need.
+    Without it, the whole stage is recomputed.
+
     `cut` describes the cut of the model that the stage is a piece of; it must be the same for all
     stages.
 
@@ -102,6 +108,7 @@ class PipelineStage(Sealed):
         tied: Mapping[str, str] | None = None,
         skips_in: Mapping[StageId, int] | None = None,
         skips_out: Mapping[StageId, int] | None = None,
+        recomputed: Sequence[str] | None = None,
         cut: str = "",
     ) -> None:
         theirs = frozenset(self.__dict__)
@@ -119,6 +126,7 @@ class PipelineStage(Sealed):
         self.skips_in = check_skip_counts("skips_in", stage_index, skips_in, range(stage_index - 1))
         later = range(stage_index + 2, num_stages)
         self.skips_out = check_skip_counts("skips_out", stage_index, skips_out, later)
+        self.recomputed = as_part_names(stage_index, recomputed)
         self.cut = cut
         self._input_args = as_examples("input_args", input_args, input_grads)
         self._output_args = as_examples("output_args", output_args, output_grads)
@@ -165,6 +173,7 @@ class PipelineStage(Sealed):
             if self._engine is not None:
                 self._engine.refresh()
             return
+        find_parts(self.stage_index, self._submod, self.recomputed)
         self._engine = None
         self._is_compiled = any(map(is_compiled, self._submod.modules()))
         self._wrapping = Wrapping.of(self._submod, f"stage {self.stage_index}")
@@ -235,7 +244,13 @@ class PipelineStage(Sealed):
     @property
     def peer_groups(self) -> list[dist.ProcessGroup]:
         """The ranks that take part in the stage's collectives; some may be in several groups."""
-        groups = self._wrapping.all_groups()
+        ddp = self._wrapping.ddp
+        return [*([] if ddp is None else [ddp.process_group]), *self.forward_groups]
+
+    @property
+    def forward_groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that share parameters with the stage, so that its forwards need them too."""
+        groups = self._wrapping.sharding.all_groups()
         for mesh in set(meshes_of(self._submod.parameters())):
             groups += mesh.get_all_groups()
         return groups
@@ -319,6 +334,16 @@ class PipelineStage(Sealed):
             forward = partial(self._forward_unsynced, args, kwargs, is_split)
             return self._contexts.run(mb, forward, partial(self._needs_graph, args, kwargs))
         return self._forward(args, kwargs, is_split)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the submodules in `recomputed`, by name."""
+        return find_parts(self.stage_index, self._submod, self.recomputed)
+
+    def rerun_parts(self, mb: MicrobatchId, passage: Passage, run: Callable[[], None]) -> None:
+        """Run parts of a passage's forward again, in the way in which the forward ran."""
+        sharding = self._wrapping.sharding
+        with sharding.gathered() if sharding else nullcontext(), passage.rerunning():
+            self._contexts.run(mb, run)
 
     def _needs_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a backward would give gradients to inputs or parameters."""

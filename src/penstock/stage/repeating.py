@@ -5,7 +5,7 @@ running statistics, are copied before, and the attributes of modules that it set
 the second run begins with the same values. What the second one changes is thrown away.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +20,13 @@ from penstock.errors import StageError
 from penstock.ir import MicrobatchId
 from penstock.stage.dtensors import copy_with_spread, local_part
 from penstock.stage.random_states import RandomStates
-from penstock.torch_private import own_buffers, pytree, version_of
+from penstock.torch_private import (
+    TRANSFORMS_REFUSE_HOOKS,
+    is_compiler_loaded,
+    own_buffers,
+    pytree,
+    version_of,
+)
 
 _MISSING = object()
 
@@ -46,7 +52,7 @@ class _Value:
     @property
     def is_changed(self) -> bool:
         """True if it was changed in place, as far as torch counts that."""
-        return _version(self.tensor) != self.version
+        return version_if_any(self.tensor) != self.version
 
     @property
     def has_new_values(self) -> bool:
@@ -115,7 +121,7 @@ class Repeated:
                 if buffer is not None:
                     is_copied = forwards.changing is None or (module, name) in forwards.changing
                     self._values.append(_noted(buffer, is_copied, module, name))
-        self._weights = list(map(_version, forwards.parameters))
+        self._weights = list(map(version_if_any, forwards.parameters))
         self._snapshot = list(map(dict, forwards.attributes)) if forwards.changing is None else []
         self._assigned = [(own, key, own.get(key, _MISSING)) for own, key in forwards.assigned]
         self._random = RandomStates(forwards.device, forwards.generators)
@@ -194,7 +200,7 @@ class Repeated:
     def _check_weights(self, who: str) -> None:
         params = self._forwards.parameters
         for param, version in zip(params, self._weights, strict=True):
-            if _version(param) != version:
+            if version_if_any(param) != version:
                 raise StageError(
                     f"{self._place}: {who} a parameter {describe(param)} in place, so the "
                     "recomputation of the forward would compute something else. Expected "
@@ -209,9 +215,37 @@ class Repeated:
         return f"buffer {f'{module}.{value.name}' if module else value.name!r}"
 
 
-def nothing_saved() -> AbstractContextManager[Any]:
+def nothing_saved() -> AbstractContextManager[None]:
     """Return a context in which graphs keep no tensors, so that they have no backward."""
-    context: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
+    return keeping_nothing(_drop, refuse_backward)
+
+
+@contextmanager
+def keeping_nothing(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Iterator[None]:
+    """Let graphs keep what `pack` makes of a tensor; `unpack` is to make a tensor of it again."""
+    try:
+        with saving(pack, unpack):
+            yield
+    except RuntimeError as error:
+        if TRANSFORMS_REFUSE_HOOKS not in str(error):
+            raise
+        raise StageError(
+            "the forward computes gradients by torch.func, such as torch.func.grad, which does "
+            "not work where graphs keep nothing; but the schedule recomputes it. Expected a "
+            "forward without that: remove the recomputation of this stage, or name the parts of "
+            "it that do without in its recomputed."
+        ) from error
+
+
+def saving(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> AbstractContextManager[Any]:
+    """Return a context with these hooks on what graphs save; compilers do not look into them."""
+    if is_compiler_loaded():
+        pack = torch.compiler.disable(pack)  # type: ignore[no-untyped-call]  # torch's is untyped
+    context: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
     return context
 
 
@@ -219,7 +253,8 @@ def _drop(tensor: Tensor) -> None:
     """Keep nothing of a tensor that a graph would save."""
 
 
-def _refuse(kept: None) -> Tensor:
+def refuse_backward(kept: None) -> Tensor:
+    """Raise an error, in place of a tensor that was not kept."""
     raise StageError(
         "the forward computes gradients, so it needs what its graph saves; but the schedule "
         "recomputes it, so nothing is saved. Expected a forward without a backward in it. Remove "
@@ -231,10 +266,11 @@ def _noted(tensor: Tensor, is_copied: bool, module: int = -1, name: str = "") ->
     copy = None
     if is_copied:
         copy = copy_with_spread(tensor.detach()).requires_grad_(tensor.requires_grad)
-    return _Value(tensor, _version(tensor), copy, module, name)
+    return _Value(tensor, version_if_any(tensor), copy, module, name)
 
 
-def _version(tensor: Tensor) -> int:
+def version_if_any(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place, as far as torch counts that."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.comm import LocalGroup
+from penstock.comm import DryGroup, LocalGroup
 from penstock.errors import StageError
 from penstock.ir import StageId
 from penstock.torch_private import original_module
@@ -17,7 +17,10 @@ from penstock.torch_private import original_module
 Group: TypeAlias = dist.ProcessGroup | LocalGroup | None
 """The ranks of a pipeline: processes, threads of one process, or all processes."""
 
-GroupOrMesh: TypeAlias = Group | DeviceMesh
+StageGroup: TypeAlias = Group | DryGroup
+"""The ranks of a stage's pipeline, of which there may be only one."""
+
+GroupOrMesh: TypeAlias = StageGroup | DeviceMesh
 """The ranks of a pipeline as users give them: a mesh must have one dimension."""
 
 
@@ -48,16 +51,16 @@ def as_process_group(name: str, group: Any, dim: str) -> dist.ProcessGroup:
     return group.get_group()
 
 
-def as_group(group: GroupOrMesh) -> Group:
+def as_group(group: GroupOrMesh) -> StageGroup:
     """Return a stage's group, given as that or as a mesh."""
-    if group is None or isinstance(group, LocalGroup):
+    if group is None or isinstance(group, LocalGroup | DryGroup):
         return group
     return as_process_group("group", group, "pp")
 
 
-def place_in(group: Group) -> tuple[int, int]:
+def place_in(group: StageGroup) -> tuple[int, int]:
     """Return this rank's number in the group, and the number of ranks."""
-    if isinstance(group, LocalGroup):
+    if isinstance(group, LocalGroup | DryGroup):
         return group.rank, group.num_ranks
     if not (dist.is_available() and dist.is_initialized()):
         raise StageError(
@@ -68,9 +71,9 @@ def place_in(group: Group) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def ranks_of(group: Group) -> list[int]:
-    """Return the ranks of a pipeline, numbered among all processes; none if they are threads."""
-    if isinstance(group, LocalGroup):
+def ranks_of(group: StageGroup) -> list[int]:
+    """Return the ranks of a pipeline, numbered among all processes; none if they are not those."""
+    if isinstance(group, LocalGroup | DryGroup):
         return []
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 

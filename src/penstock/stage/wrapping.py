@@ -107,11 +107,6 @@ class Wrapping:
             signal([self.reduced[0][1]])
         signal(self.reduced[number][1] for number in unready_parameters(self.ddp))
 
-    def all_groups(self) -> list[dist.ProcessGroup]:
-        """Return all groups that take part in reductions or gather parameters."""
-        own = [] if self.ddp is None else [self.ddp.process_group]
-        return [*own, *self.sharding.all_groups()]
-
     @property
     def known_replica_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups of ranks that average gradients, by dimension of their mesh.

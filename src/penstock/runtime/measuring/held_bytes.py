@@ -51,12 +51,7 @@ class HeldBytes(AbstractMemoryCount):
         tensors = tensors_in(leaves)
         self._live.note(tensors)
         self._before = self._live.total() - num_bytes(tensors)
-        self._copied = num_bytes(
-            tensor
-            for message, row in zip(messages, leaves, strict=True)
-            if not message.is_gradient and not self._flow.is_sent(message)
-            for tensor in tensors_in(row)
-        )
+        self._copied = num_bytes(self._handed_over(messages, leaves))
         self._made_grads = 0
         self._live.restart_peak()
 
@@ -75,9 +70,16 @@ class HeldBytes(AbstractMemoryCount):
         needed = max(0, self._live.peak() - besides)
         if task.drops:
             self.during_dropping[action.stage].append(needed)
-            # It does not hold its outputs: the stage that takes them does.
-            self._held[place] = self._change_but_for_results(task, step)
-            self.after_dropping[action.stage].append(max(0, self._held[place]))
+            if step.stages[action.stage].recomputed:  # Its graph holds its outputs, as others do.
+                self._held[place] = self._live.total() - self._before
+                held = self._held[place] - self._copied
+            else:
+                self._held[place] = self._change_but_for_results(task, step)
+                # What stages of one rank hand over counts for the one that made it, as it does
+                # where that keeps its outputs: the taker may hold it until its own backward.
+                handed_over = num_bytes(self._handed_over(task.makes, step.made_by(task)))
+                held = self._held[place] - self._copied + handed_over
+            self.after_dropping[action.stage].append(max(0, held))
             return
         self.during[type(action), action.stage].append(needed)
         if isinstance(action, Forward):
@@ -90,6 +92,14 @@ class HeldBytes(AbstractMemoryCount):
             self.after_input[action.stage].append(max(0, self._held.pop(place) + change))
         elif isinstance(action, Backward):
             del self._held[place]
+
+    def _handed_over(
+        self, messages: Sequence[Message], leaves: Sequence[Leaves]
+    ) -> Iterator[Tensor]:
+        """Return the activations that come from, or go to, another stage of this rank."""
+        for message, row in zip(messages, leaves, strict=True):
+            if not message.is_gradient and not self._flow.is_sent(message):
+                yield from tensors_in(row)
 
     def _change_but_for_results(self, task: Task, step: StepView) -> int:
         """Return how much more is alive than before, without what a task made for others."""
