@@ -48,7 +48,9 @@ class Watching(AbstractPilot):
     def make_observer(self) -> Observer:
         return Observer(memory=HeldBytes(CPU)) if self._counts_memory else Observer(Meter(CPU))
 
-    def end_step(self, observer: Observer, forms: Mapping[Message, Form]) -> Schedule:
+    def end_step(
+        self, observer: Observer, forms: Mapping[Message, Form], work: Sequence[float]
+    ) -> Schedule:
         self.observers.append(observer)
         return self._schedule
 

@@ -6,6 +6,7 @@ import time
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -123,6 +124,8 @@ def step_with(work: Any, **options: Any) -> list[Any]:
         ([1, 2], {"by_work": True}, "work has 2 values. Expected one for each of the 4"),
         ([1, 2, -1, 3], {"by_work": True}, "work[2] is -1. Expected a finite number that is not"),
         ([1, 2, 3, "4"], {"by_work": True}, "work[3] is '4'. Expected a finite number that is not"),
+        ([10**400] * 4, {"by_work": True}, "Expected a finite number that is not negative."),
+        (WORK, {"by_work": "no"}, "by_work is 'no'. Expected True or False."),
         (
             lambda rank: [1, 2, 3, 4 + (rank > 1)],
             {"by_work": True},
@@ -136,29 +139,39 @@ def test_work_that_cannot_be_meant_is_refused(work: Any, options: Any, message: 
         step_with(work, **options)
 
 
-def test_work_may_be_a_tensor() -> None:
-    step_with(torch.tensor(WORK), by_work=True)
+@pytest.mark.parametrize("make", [torch.tensor, np.array, tuple])
+def test_work_may_be_a_tensor_or_an_array(make: Any) -> None:
+    step_with(make(WORK), by_work=True)
 
 
 def test_parallelized_model_takes_work() -> None:
-    x, target = torch.randn(2, 8, 4)
+    x, target = torch.randn(2, 8, 4).double()
 
-    def main(group: penstock.LocalGroup) -> float:
+    def main(group: penstock.LocalGroup, by_work: bool) -> list[float]:
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
         pipe = penstock.parallelize(
             model,
             x,
             loss_fn=nn.functional.mse_loss,
             num_microbatches=NUM_MICROBATCHES,
-            by_work=True,
+            by_work=by_work,
             group=group,
         )
-        losses = [pipe.step(x, target=target, work=WORK) for _ in range(2)]
-        return float(losses[-1])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            work = WORK if by_work else None
+            losses.append(float(pipe.step(x, target=target, work=work)))
+            optimizer.step()
+        return losses
 
-    one, other = penstock.local_ranks(2, main)
+    given, _ = penstock.local_ranks(2, main, False)
+    one, other = penstock.local_ranks(2, main, True)
     assert one == other
+    assert given[0] == one[0]
+    assert given == pytest.approx(one, rel=1e-14)
 
 
 @pytest.mark.parametrize("schedule", ["auto", "ZB-V"])

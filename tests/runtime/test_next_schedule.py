@@ -11,6 +11,8 @@ from penstock.errors import ScheduleError
 from penstock.ir import Backward, Forward
 from penstock.ir.action import compute_parts
 from penstock.runtime.auto.next_schedule import Outlook, choose_next
+from penstock.runtime.auto.seen_work import ALIKE, SeenWork
+from penstock.runtime.microbatch_order import order_by_work
 from penstock.solver import Problem
 from penstock.solver.safe_schedules import one_at_a_time, safe_schedule
 
@@ -142,3 +144,45 @@ def test_forwards_are_recomputed_if_the_costs_say_what_that_needs() -> None:
     assert "R" not in plain.schedule.to_csv()
     assert "R" in found.schedule.to_csv()
     assert found.after.step_s < plain.after.step_s
+
+
+STEPS = [[3.0, 0.5, 1.0, 0.25, 2.0, 1.0, 0.5, 4.0], [1.0, 0.25, 2.5, 0.5, 5.0, 1.0, 0.5, 2.0]]
+
+
+def seen_in(placement: Placement) -> SeenWork:
+    return SeenWork.of([[work[mb] for mb in order_by_work(work, placement)] for work in STEPS])
+
+
+def test_schedule_for_microbatches_that_differ_is_faster_for_the_steps_seen() -> None:
+    placement = Placement.v(4)
+    costs, safe, seen = CostTable.uniform(8), safe_schedule(placement, 8), seen_in(placement)
+    alike, found = (choose_next(costs, safe, None, 4, seen=work) for work in (ALIKE, seen))
+    times = [
+        sum(simulate(one.schedule, seen.apply(costs, work)).makespan for work in seen.steps)
+        for one in (alike, found)
+    ]
+    assert times[1] < 0.97 * times[0]
+    assert costs == found.costs  # Those of other steps have other scales.
+    assert "for microbatches of 0.25 to 5 times the median work\n" in str(found)
+    assert "median work" not in str(alike)
+
+
+def test_microbatches_that_differ_keep_the_memory() -> None:
+    placement = Placement.linear(4)
+    safe = safe_schedule(placement, 8)
+    found = choose_next(CostTable.uniform(4), safe, [4.0] * 4, 2, seen=seen_in(placement))
+    found.schedule.verify(costs=CostTable.uniform(4), memory=[4.0] * 4)
+    assert 0 <= found.gap < 1
+
+
+@pytest.mark.parametrize("steps", [[], [(), ()], [[2.0, 2.0], [2.0, 2.0]], [[0.0, 0.0, 1.0]]])
+def test_work_that_does_not_differ_or_is_not_known_is_alike(steps: list[list[float]]) -> None:
+    seen = SeenWork.of(steps)
+    assert ALIKE == seen
+    assert () == seen.mean
+    assert CostTable.uniform(2) == seen.apply(CostTable.uniform(2), [1.0, 2.0])
+
+
+def test_microbatch_without_work_takes_a_little_time() -> None:
+    seen = SeenWork.of([[0.0, 2.0, 4.0]])
+    assert ((0.001, 1.0, 2.0),) == seen.apply(CostTable.uniform(1), [0.0, 2.0, 4.0]).time_scale

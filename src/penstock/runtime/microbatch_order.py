@@ -10,15 +10,17 @@ If ranks hold several stages in a loop, all microbatches come round before the f
 only the end of the longest matters: they run from the shortest to the longest.
 """
 
+import sys
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from penstock.comm import AbstractComm, Transfer
-from penstock.errors import AgreementError, StepError
+from penstock.costs.plain_numbers import to_lists
+from penstock.errors import AgreementError, StageError, StepError
 from penstock.ir import Placement, Rank
 from penstock.runtime.step_settings import Batch
 
@@ -27,8 +29,8 @@ _WHAT = "the work of the microbatches"
 
 def check_work(work: Any, num_microbatches: int) -> list[float]:
     """Return the work of each microbatch as numbers."""
-    values = work.tolist() if isinstance(work, Tensor) else work
-    if isinstance(values, str) or not isinstance(values, Sequence):
+    values = to_lists(work)
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise StepError(
             f"work is {values!r}. Expected a number for each of the {num_microbatches} "
             "microbatches, the same on every rank, as the pipeline has by_work=True."
@@ -39,7 +41,7 @@ def check_work(work: Any, num_microbatches: int) -> list[float]:
             "microbatches."
         )
     for mb, value in enumerate(values):
-        if not isinstance(value, Real) or not 0 <= float(value) < torch.inf:
+        if not isinstance(value, Real) or not 0 <= cast(float, value) <= sys.float_info.max:
             raise StepError(
                 f"work[{mb}] is {value!r}. Expected a finite number that is not negative."
             )
@@ -78,7 +80,9 @@ class WorkOrder:
     """
 
     def __init__(self, by_work: bool, device: torch.device) -> None:
-        self.is_by_work = bool(by_work)
+        if not isinstance(by_work, bool):
+            raise StageError(f"by_work is {by_work!r}. Expected True or False.")
+        self.is_by_work = by_work
         self._device = device
         self._sent: list[tuple[Transfer, Tensor]] = []
 
@@ -100,6 +104,7 @@ class WorkOrder:
             [batch.targets[mb] for mb in order] if batch.targets else [],
             batch.loss_kwargs,
             order,
+            [known[mb] for mb in order],
         )
 
     def _compare(self, comm: AbstractComm, placement: Placement, work: Sequence[float]) -> None:
@@ -114,9 +119,8 @@ class WorkOrder:
                     f"work is {list(work)} on rank {comm.rank}, but {theirs.tolist()} on rank "
                     f"{before}. Give all ranks the same."
                 )
-        for rank in range(placement.num_ranks):
-            if _rank_before(placement, rank) == comm.rank:
-                self._sent.append((comm.send(own, rank), own))
+        for rank in _ranks_after(placement, comm.rank):
+            self._sent.append((comm.send(own, rank), own))
 
     def finish(self) -> None:
         """Wait until the other ranks have taken what was sent to them."""
@@ -129,3 +133,13 @@ def _rank_before(placement: Placement, rank: Rank) -> Rank | None:
     """Return the rank that sends a rank its first activation; None if it holds the first stage."""
     first = placement.stages_of(rank)[0]
     return placement.ranks[first - 1] if first > 0 else None
+
+
+def _ranks_after(placement: Placement, rank: Rank) -> list[Rank]:
+    """Return the ranks that take their first activation from a rank, by looking at no others."""
+    following = [stage + 1 for stage in placement.stages_of(rank)]
+    return [
+        placement.ranks[stage]
+        for stage in following
+        if stage < placement.num_stages and placement.stages_of(placement.ranks[stage])[0] == stage
+    ]

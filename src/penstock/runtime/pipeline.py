@@ -16,35 +16,19 @@ from penstock.errors import StageError
 from penstock.ir import Action, Schedule, StageId
 from penstock.ir.action import COMPUTE_TYPES
 from penstock.microbatches import merge_chunks
-from penstock.microbatches.loss_weights import (
-    LossWeight,
-    LossWeights,
-    check_weights,
-)
+from penstock.microbatches.loss_weights import LossWeight, LossWeights, check_weights
+from penstock.runtime import pipeline_checks as checks
 from penstock.runtime.auto.auto_pilot import pilot_if_auto
 from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.auto.pilot import AbstractPilot
+from penstock.runtime.bad_values.bad_value import BadValue
+from penstock.runtime.bad_values.value_guard import BadValues, ValueGuard
 from penstock.runtime.compiled_stages import compile_stages
-from penstock.runtime.connection import Connection
+from penstock.runtime.connection import PREPARING, Connection
 from penstock.runtime.grad_norm import Clipping, measure_norm
 from penstock.runtime.loss_line import LossLine
 from penstock.runtime.losses import mean_of, weigh_losses
 from penstock.runtime.microbatch_order import WorkOrder, as_given
-from penstock.runtime.pipeline_checks import (
-    as_schedule,
-    check_count,
-    check_fit,
-    check_grad_is_enabled,
-    check_grad_scale,
-    check_grads_are_final,
-    check_keeps_backward,
-    check_replica_group,
-    check_replicas_are_known,
-    check_settings,
-    check_stages,
-    check_takes_weights,
-    check_timeout,
-)
 from penstock.runtime.recording.pipeline_recorders import PipelineRecorders, check_has_steps
 from penstock.runtime.recording.recorder import Recorder
 from penstock.runtime.replicas import Replicas
@@ -73,7 +57,6 @@ class Pipeline(Sealed):
     tokens: `lambda target: (target != -100).sum()`. The sums include all replicas, whose gradients
     are averaged afterwards: those of DistributedDataParallel around the last stage, or the ranks
     of `replica_group`. Without `scale_grads`, gradients are those of the plain sum of the losses.
-
     `loss_fn`, `scale_grads` and `loss_weight` can be set between steps.
 
     With the schedule "auto", or an `Auto(...)` with options, the first steps are measured. The
@@ -81,12 +64,15 @@ class Pipeline(Sealed):
 
     With `by_work`, `step` takes the `work` of each microbatch, and the microbatches run in an order
     in which ranks wait less; losses and outputs come back in the order in which they were given.
+    Stages draw random numbers and change buffers in the order in which microbatches run.
 
+    With `bad_values`, a step whose loss or gradients are not finite is logged with where that began
+    ("report"), loses its gradients on all ranks ("skip"), or is an error ("raise").
     With `compile`, the module of each stage is compiled in place, so that its backward can be
     split; `penstock.compile` is for parts of a stage, and takes options.
-
     With `record`, the times of the last steps are kept, and `recording()` returns them. With
     `record_memory`, the first step measures memory in place of its times.
+    With `slow_when`, such as 0.5, ranks and links that become 50 % slower are named in the log.
 
     No wait lasts longer than `timeout` seconds. If any rank fails, all of them raise an error.
     """
@@ -108,24 +94,26 @@ class Pipeline(Sealed):
         replica_group: dist.ProcessGroup | DeviceMesh | None = None,
         on_grads_ready: Callable[[PipelineStage], None] | None = None,
         by_work: bool = False,
+        bad_values: BadValues | None = None,
         compile: bool = False,
         timeout: float = DEFAULT_TIMEOUT_S,
         record: bool = False,
         record_memory: bool = False,
+        slow_when: float | None = None,
     ) -> None:
         theirs = frozenset(self.__dict__)
         held = list(stages) if isinstance(stages, Sequence) else [stages]
-        check_stages(held)
+        checks.check_stages(held)
         self._stages = {stage.stage_index: stage for stage in held}
         self._first = held[0]
         self._specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
-        self._timeout_s = check_timeout(timeout)
-        self._settings = check_settings(
+        self._timeout_s = checks.check_timeout(timeout)
+        self._settings = checks.check_settings(
             Settings(loss_fn, scale_grads, loss_weight, on_grads_ready, custom_functions={})
         )
         self._replicas = Replicas(
             self._stages,
-            check_replica_group(replica_group, self._settings),
+            checks.check_replica_group(replica_group, self._settings),
             self._first.device,
             self._timeout_s,
         )
@@ -135,14 +123,21 @@ class Pipeline(Sealed):
             schedule, loss_fn is not None, self._timeout_s, self._replicas.find_peers
         )
         if isinstance(schedule, AbstractPilot):
-            self.num_microbatches = check_count(num_microbatches)
+            self.num_microbatches = checks.check_count(num_microbatches)
         else:
-            schedule = as_schedule(schedule, held, num_microbatches)
-            check_fit(schedule, held)
+            schedule = checks.as_schedule(schedule, held, num_microbatches)
+            checks.check_fit(schedule, held)
             self.num_microbatches = schedule.num_microbatches
             self._has_backward = self._has_backward and schedule.has_backward
+        self._guard = ValueGuard.of(bad_values, self._settings, self._stages, self._replicas)
         self._runner = StepRunner(
-            self._stages, schedule, self.num_microbatches, has_backward=self._has_backward
+            self._stages,
+            schedule,
+            self.num_microbatches,
+            has_backward=self._has_backward,
+            check_peers=self._replicas.check_recomputed,
+            guard=self._guard,
+            slow_when=slow_when,
         )
         self._connection = Connection(
             self._first.group,
@@ -175,8 +170,8 @@ class Pipeline(Sealed):
 
     @loss_fn.setter
     def loss_fn(self, loss_fn: LossFn | None) -> None:
-        check_keeps_backward(self._settings.loss_fn, loss_fn)
-        self._settings = check_settings(replace(self._settings, loss_fn=loss_fn))
+        checks.check_keeps_backward(self._settings.loss_fn, loss_fn)
+        self._settings = checks.check_settings(replace(self._settings, loss_fn=loss_fn))
 
     @property
     def scale_grads(self) -> bool:
@@ -185,8 +180,8 @@ class Pipeline(Sealed):
 
     @scale_grads.setter
     def scale_grads(self, scale_grads: bool) -> None:
-        settings = check_settings(replace(self._settings, scale_grads=scale_grads))
-        check_replica_group(self._replicas.given, settings)
+        settings = checks.check_settings(replace(self._settings, scale_grads=scale_grads))
+        checks.check_replica_group(self._replicas.given, settings)
         self._settings = settings
 
     @property
@@ -196,12 +191,17 @@ class Pipeline(Sealed):
 
     @loss_weight.setter
     def loss_weight(self, loss_weight: LossWeight | None) -> None:
-        self._settings = check_settings(replace(self._settings, loss_weight=loss_weight))
+        self._settings = checks.check_settings(replace(self._settings, loss_weight=loss_weight))
 
     @property
     def schedule(self) -> Schedule:
         """The schedule that the next step runs."""
         return self._runner.schedule
+
+    @property
+    def bad_value(self) -> BadValue | None:
+        """The first value of the last step that was not finite; None without `bad_values`."""
+        return None if self._guard is None else self._guard.last
 
     def step(
         self,
@@ -229,12 +229,12 @@ class Pipeline(Sealed):
         `work` is for pipelines with `by_work`: a number for each microbatch, such as its tokens,
         the same on all ranks.
         """
-        check_grad_scale(grad_scale)
+        checks.check_grad_scale(grad_scale)
         if finalize is not self._settings.is_final:
             self._settings = replace(
                 self._settings, is_final=bool(finalize), reduces_grads=bool(finalize)
             )
-        return self._run(
+        outputs = self._run(
             self._has_backward,
             args,
             kwargs,
@@ -246,6 +246,9 @@ class Pipeline(Sealed):
             work=work,
             is_step=True,
         )
+        if self._guard is not None:
+            self._guard.check()
+        return outputs
 
     def eval(
         self,
@@ -294,9 +297,9 @@ class Pipeline(Sealed):
         self._recorders.join_block(self._gather)
         if not self._settings.is_final:
             self._settings = replace(self._settings, is_final=True, reduces_grads=True)
-        with self._connection.failing_together() as comm:
+        with self._connection.failing_together(PREPARING) as comm:
             if weights is not None:
-                check_takes_weights("weights", self._settings)
+                checks.check_takes_weights("weights", self._settings)
             batch = take_microbatches(args, kwargs, targets, loss_kwargs, self.num_microbatches)
             batch = self._order.arrange(batch, comm, self.schedule.placement, work)
             if batch.order and weights is not None:
@@ -305,9 +308,12 @@ class Pipeline(Sealed):
             loss_weights = self._weigh_losses(
                 batch, self._has_backward, weights=weights, are_cut=False
             )
-            return self._run_batch(
+            outputs = self._run_batch(
                 comm, batch, loss_weights, self._has_backward, losses, return_outputs
             )
+        if self._guard is not None:
+            self._guard.check()
+        return outputs
 
     def clip_grad_norm_(
         self,
@@ -321,8 +327,8 @@ class Pipeline(Sealed):
         All ranks must call it, after a step; all get the same norm, to the last bit. Parameters
         can be plain or DTensors; each counts once, however many ranks hold it or a part of it.
         """
-        check_grads_are_final(self._settings, self._first.group_rank)
-        with self._connection.failing_together() as comm:
+        checks.check_grads_are_final(self._settings, self._first.group_rank)
+        with self._connection.failing_together("in clipping the gradients") as comm:
             clipping = Clipping.of(max_norm, norm_type, error_if_nonfinite, foreach)
             norm = measure_norm(self._stages, comm, self._first.device, clipping, self._timeout_s)
         return norm.clip()
@@ -333,7 +339,7 @@ class Pipeline(Sealed):
         All ranks must call it, after a step. With `over_replicas`, it is the mean over all replicas
         too, which must all call it. It is a tensor of 64 bits, the same on all ranks.
         """
-        with self._connection.failing_together() as comm:
+        with self._connection.failing_together("in sharing the loss") as comm:
             loss = torch.zeros(1, dtype=torch.float64, device=self._first.device)
             if self._holds_last:
                 loss += mean_of(losses)
@@ -346,7 +352,7 @@ class Pipeline(Sealed):
 
         `what` says what they gather for, in error messages.
         """
-        with self._connection.failing_together() as comm:
+        with self._connection.failing_together(f"in waiting for others: {what}") as comm:
             return comm.gather(value, what)
 
     def recording(self) -> Recording:
@@ -358,7 +364,7 @@ class Pipeline(Sealed):
 
     def _gather(self, recorder: Recorder) -> Recording:
         check_has_steps(recorder)
-        with self._connection.failing_together() as comm:
+        with self._connection.failing_together("in gathering a recording") as comm:
             return recorder.gather(
                 comm, self._first.device, self.schedule.placement, self.num_microbatches
             )
@@ -400,7 +406,7 @@ class Pipeline(Sealed):
     ) -> Any:
         args_spec, kwargs_spec, merge_spec = self._specs
         self._recorders.join_block(self._gather)
-        with self._connection.failing_together() as comm:
+        with self._connection.failing_together(PREPARING) as comm:
             is_first = 0 in self._stages
             batch = cut_batch(
                 args if is_first else (),
@@ -451,7 +457,7 @@ class Pipeline(Sealed):
         return_outputs: bool,
     ) -> list[Any] | None:
         if has_backward:
-            check_grad_is_enabled()
+            checks.check_grad_is_enabled()
         step = self._runner.run(
             comm,
             batch,
@@ -477,12 +483,13 @@ class Pipeline(Sealed):
             "the cut": self._first.cut or "none",
             "record": bool(self._recorders.active),
             "by_work": self._order.is_by_work,
+            "bad_values": self._guard and self._guard.bad_values,
         }
         ranks = comm.gather(self._runner.facts(own))
         self._runner.agree(comm, ranks)
         is_reduced = any(rank.is_reduced for rank in ranks)
         if self._has_backward and self.scale_grads and self._holds_last and is_reduced:
-            check_replicas_are_known(self._replicas.groups)
+            checks.check_replicas_are_known(self._replicas.groups)
         self._runner.meet(comm, ranks)
 
     @property

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock import schedules
 from penstock.errors import GradientError, StageError, StepError
 from penstock.ir import Rank, Schedule, StageId
+from penstock.runtime.auto.auto_value import check_share
+from penstock.runtime.auto.pilot import AbstractPilot
 from penstock.runtime.step_settings import LossFn, Settings
 from penstock.stage import PipelineStage
 from penstock.stage.stage_checks import as_process_group
@@ -55,6 +57,26 @@ def check_count(num_microbatches: int | None) -> int:
             f"num_microbatches is {num_microbatches!r}. Expected a whole number, at least 1."
         )
     return num_microbatches
+
+
+def check_slow_when(
+    slow_when: float | None, plan: Schedule | AbstractPilot, *, has_backward: bool
+) -> float | None:
+    """Return the share; raise an error if it is not one, or would be ignored."""
+    check_share(slow_when)
+    if slow_when is None:
+        return None
+    if isinstance(plan, AbstractPilot):
+        raise StageError(
+            f"slow_when is {slow_when!r}, but the schedule is found while training, and its own "
+            "plan says what is slow. Give it there: schedule=Auto(slow_when=…)."
+        )
+    if not has_backward:
+        raise StageError(
+            f"slow_when is {slow_when!r}, but there is no loss_fn, or no backward in the schedule, "
+            "and only steps with a backward are watched. Give both, or leave slow_when out."
+        )
+    return slow_when
 
 
 def check_microbatches(name: str, values: Any, kind: type, num_microbatches: int) -> list[Any]:

@@ -206,7 +206,12 @@ class TiedGrads:
         """[3] Send each rank which gradients exist, then those; return what must be kept alive."""
         sent: list[tuple[Transfer, Describe, Tensor]] = []
         ready = {
-            name: as_sent(grad, self._device, f"the gradient of tied parameter {name!r}")
+            name: as_sent(
+                grad,
+                self._device,
+                f"the gradient of tied parameter {name!r}",
+                is_dry=self._comm.is_dry,
+            )
             for name, grad in own.items()
             if grad is not None
         }
@@ -231,7 +236,9 @@ class TiedGrads:
         posted: list[tuple[Transfer, Describe]] = []
         for rank, names in self._ties.shared_with.items():
             announced[rank].wait(partial(_FLAGS_FROM, rank))
-            for name, is_present in zip(names, flags[rank].tolist(), strict=True):
+            # In a dry run, nobody says that a gradient is missing.
+            are_present = [1] * len(names) if self._comm.is_dry else flags[rank].tolist()
+            for name, is_present in zip(names, are_present, strict=True):
                 if is_present:
                     parts[rank][name] = grad = self._copies[name][0].empty(self._device)
                     posted.append((self._comm.recv(grad, rank), partial(_GRAD_FROM, name, rank)))

@@ -148,7 +148,9 @@ def _footprint(
 ) -> EvenFootprint:
     """Return what the actions of each stage held and needed, as those of a microbatch of scale 1.
 
-    What microbatches hold is a median, and what actions need is the most.
+    What microbatches hold is a median, and what actions need is the most. What never ran is assumed
+    to need as much as what ran in its place: halves as the full backward, a forward as its
+    recomputation.
     """
     nets: defaultdict[tuple[type, StageId], list[float]] = defaultdict(list)
     rises: defaultdict[tuple[type, StageId], list[float]] = defaultdict(list)
@@ -181,9 +183,9 @@ def _footprint(
     return EvenFootprint(
         after_forward=tuple(kept),
         after_input=tuple(left),
-        during_forward=tuple(needs(Forward, stage) for stage in stages),
-        during_input=tuple(needs(BackwardInput, stage) for stage in stages),
-        during_weight=tuple(needs(BackwardWeight, stage) for stage in stages),
+        during_forward=tuple(needs(Forward, s) or dropped[s] + needs(Recompute, s) for s in stages),
+        during_input=tuple(needs(BackwardInput, s) or needs(Backward, s) for s in stages),
+        during_weight=tuple(needs(BackwardWeight, s) or needs(Backward, s) for s in stages),
         during_backward=tuple(needs(Backward, s) or halves[s] for s in stages),
         gathered=(0.0,) * schedule.num_stages,
         after_dropping=tuple(

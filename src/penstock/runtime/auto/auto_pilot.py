@@ -14,9 +14,8 @@ collectives. Ranks 0 of these decide together, so that all run one schedule.
 
 import logging
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,29 +25,23 @@ from penstock.comm.decisions import decide
 from penstock.comm.pipelines_together import Peers
 from penstock.costs import CostTable
 from penstock.errors import ScheduleError, StageError
-from penstock.ir import Message, Placement, Schedule, StageId
+from penstock.ir import Message, Placement, Schedule
 from penstock.runtime.auto.auto_value import Auto
 from penstock.runtime.auto.next_schedule import NextSchedule, choose_next
 from penstock.runtime.auto.pilot import AbstractPilot
+from penstock.runtime.auto.seen_work import SeenWork
+from penstock.runtime.auto.slow_watch import DEFAULT_SHARE, LOOK_EVERY, SlowWatch, Verdict
 from penstock.runtime.measuring.action_times import Meter
-from penstock.runtime.measuring.measuring_steps import (
-    Measuring,
-    Share,
-    average,
-    join,
-    receipt_s,
-)
+from penstock.runtime.measuring.measuring_steps import Measuring, Share, average, join
 from penstock.runtime.measuring.observer import UNWATCHED, Observer
+from penstock.runtime.measuring.slowness import Plan
 from penstock.runtime.messages.forms import Form
 from penstock.schedules.given_shape import is_auto
-from penstock.sim.simulator import duration
 from penstock.solver.safe_schedules import safe_schedule
 
 LOGGER = logging.getLogger("penstock")
 # The number of timed steps of a new schedule; the first is left out, as it may include set-up.
 _NUM_TIMED = 6
-# The number of steps from one check for drifted times to the next.
-_LOOK_EVERY = 16
 
 
 @dataclass(slots=True)
@@ -56,28 +49,14 @@ class _Following:
     """A chosen schedule that is being run, and what was measured of it."""
 
     chosen: NextSchedule
-    costs: CostTable
-    """The costs of this pipeline; other replicas may have others."""
-    receipts_s: dict[int, float]
+    watch: SlowWatch
     before_s: float
     """The measured time of a step before it."""
-    num_steps: int = 0
     timed_s: list[float] = field(default_factory=list)
-    num_drifted: int = 0
-    """The number of the last checked steps, in a row, whose times had drifted."""
 
     @property
     def schedule(self) -> Schedule:
         return self.chosen.schedule
-
-    def drift(self, meter: Meter) -> float:
-        """Return the largest share by which the time of a stage of this rank has changed."""
-        found: defaultdict[StageId, float] = defaultdict(float)
-        planned: defaultdict[StageId, float] = defaultdict(float)
-        for action, timing in meter.timings.items():
-            found[action.stage] += timing.cost_s(receipt_s(action, self.receipts_s))
-            planned[action.stage] += duration(action, self.costs)
-        return max(abs(found[stage] / planned[stage] - 1) for stage in found)
 
 
 class AutoPilot(AbstractPilot):
@@ -89,7 +68,7 @@ class AutoPilot(AbstractPilot):
         self.has_peers = False
         """True if pipelines with common collectives decide together, once ranks have met."""
         self._peers = Peers.of((), torch.device("cpu"), timeout_s)
-        self._look_every = _LOOK_EVERY
+        self._look_every = LOOK_EVERY
         # The other ranks wait for rank 0 while it searches.
         self._search_s = min(options.seconds, timeout_s / 2)
 
@@ -123,32 +102,42 @@ class AutoPilot(AbstractPilot):
         phase = self._phase
         if isinstance(phase, Measuring):
             return phase.make_observer()
-        is_timed = phase.num_steps < _NUM_TIMED or self._is_looking(phase)
+        is_timed = len(phase.timed_s) < _NUM_TIMED or self._is_looking(phase)
         return Observer(Meter(self._device)) if is_timed else UNWATCHED
 
-    def end_step(self, observer: Observer, forms: Mapping[Message, Form]) -> Schedule:
+    def end_step(
+        self, observer: Observer, forms: Mapping[Message, Form], work: Sequence[float]
+    ) -> Schedule:
         phase = self._phase
         if isinstance(phase, Measuring):
             phase.take(observer)
+            self._works.append(work)
             if phase.is_done:
                 share = phase.share(self._comm, forms)
                 self._phase = self._plan(share, statistics.median(phase.step_times_s))
-        elif not isinstance(meter := observer.clock, Meter):
-            phase.num_steps += 1
-        elif self._has_drifted(phase, meter):
+        elif isinstance(meter := observer.clock, Meter) and self._has_drifted(
+            phase, meter, forms, work
+        ):
             self._look_every *= 2  # Times that keep changing are not worth a search each time.
-            self._phase = self._measure()
+            self._phase = self._measure(phase.schedule)
         else:
-            phase.num_steps += 1
-            self._time(phase, meter)
+            phase.watch.num_steps += 1
         return self._phase.schedule
+
+    @property
+    def watch(self) -> SlowWatch | None:
+        """The watch over the steps; None while costs are measured."""
+        return None if isinstance(self._phase, Measuring) else self._phase.watch
 
     def _meet_peers(self, same: dict[str, Any]) -> bool:
         """Check that all pipelines with common collectives plan alike; return if there are any."""
         check_agreement(self._peers.gather(same, "the first step"), "replica")
         return bool(self._peers)
 
-    def _measure(self) -> Measuring:
+    def _measure(self, so_far: Schedule | None = None) -> Measuring:
+        """Return the steps that measure costs; `so_far` is the schedule that was run before."""
+        self._works: list[Sequence[float]] = []
+        self._so_far = so_far
         return Measuring(
             self._safe,
             self._device,
@@ -159,8 +148,10 @@ class AutoPilot(AbstractPilot):
 
     def _plan(self, share: Share, before_s: float) -> _Following:
         what = "the schedule of the next steps"
+        seen = SeenWork.of(self._works)
 
-        def choose(tables: list[CostTable]) -> NextSchedule | ScheduleError:
+        def choose(measured: list[tuple[CostTable, SeenWork]]) -> NextSchedule | ScheduleError:
+            tables, works = zip(*measured, strict=True)
             try:
                 return choose_next(
                     average(tables),
@@ -168,28 +159,39 @@ class AutoPilot(AbstractPilot):
                     self._caps,
                     self._search_s,
                     recompute=self._options.recompute,
+                    seen=SeenWork.of([step for work in works for step in work.steps]),
+                    so_far=self._so_far,
                 )
             except ScheduleError as error:
                 return error  # For all ranks to raise.
 
         def choose_for_all(shares: list[Share]) -> tuple[NextSchedule | ScheduleError, CostTable]:
             own = join(shares)
-            return self._peers.decide(own, choose, what), own
+            return self._peers.decide((own, seen), choose, what), own
 
         chosen, costs = decide(self._comm, self._device, share, choose_for_all, what)
         if isinstance(chosen, ScheduleError):
             raise chosen
         if self._comm.rank == 0:
             LOGGER.info("%s", chosen)
-        return _Following(chosen, costs, share.receipts_s, before_s)
+        watch = SlowWatch(
+            Plan(chosen.schedule, costs, share.receipts_s),
+            self._options.slow_when or DEFAULT_SHARE,
+            before_s,
+            seen,
+            self._look_every,
+            self._join_verdicts,
+            is_quiet=self._options.slow_when is None,
+        )
+        return _Following(chosen, watch, before_s)
 
     def _time(self, phase: _Following, meter: Meter) -> None:
         """Time a step of a new schedule; after the last one, log how much faster steps are."""
-        if phase.num_steps > _NUM_TIMED:
-            return
         phase.timed_s.append(meter.ended_s - meter.began_s)
-        if phase.num_steps == _NUM_TIMED and phase.chosen.is_new and self._comm.rank == 0:
-            after_s = statistics.median(phase.timed_s[1:])
+        if len(phase.timed_s) < _NUM_TIMED:
+            return
+        after_s = phase.watch.usual_s = statistics.median(phase.timed_s[1:])
+        if phase.chosen.is_new and self._comm.rank == 0:
             LOGGER.info(
                 "measured: %.2f times as fast, %.4g ms a step before and %.4g ms now",
                 phase.before_s / after_s,
@@ -198,28 +200,37 @@ class AutoPilot(AbstractPilot):
             )
 
     def _is_looking(self, phase: _Following) -> bool:
-        """Return whether the next step is checked for drift; the same on all ranks."""
-        if self._options.replan_when is None or phase.num_steps < _NUM_TIMED:
-            return False
-        return phase.num_drifted > 0 or phase.num_steps % self._look_every == 0
+        """Return whether the next step is compared with the plan; the same on all ranks."""
+        wants = (self._options.replan_when, self._options.slow_when)
+        return wants != (None, None) and phase.watch.is_looking
 
-    def _has_drifted(self, phase: _Following, meter: Meter) -> bool:
-        """Return whether to measure again: drift may be chance once, but not twice in a row."""
+    def _has_drifted(
+        self,
+        phase: _Following,
+        meter: Meter,
+        forms: Mapping[Message, Form],
+        work: Sequence[float],
+    ) -> bool:
+        """Take a timed step; return whether to measure again."""
+        if len(phase.timed_s) < _NUM_TIMED:
+            self._time(phase, meter)
+            return False
+        verdict = phase.watch.take(meter, work, self._comm, self._device, forms)
         limit = self._options.replan_when
-        if limit is None or not self._is_looking(phase):
+        if limit is None or verdict is None:
             return False
-        what = "how far times have drifted"
-
-        def choose(drifts: list[float]) -> float:
-            return max(self._peers.gather(max(drifts), what))
-
-        drift = decide(self._comm, self._device, phase.drift(meter), choose, what)
-        phase.num_drifted = phase.num_drifted + 1 if drift > limit else 0
-        if phase.num_drifted < 2:
+        if verdict.drift <= limit and not verdict.has_slow_link:
             return False
         if self._comm.rank == 0:
-            LOGGER.info("times have changed by %.0f %%: measuring again", drift * 100)
+            LOGGER.info("times have changed by %.0f %%: measuring again", verdict.drift * 100)
         return True
+
+    def _join_verdicts(self, own: Verdict) -> Verdict:
+        """Return a verdict for all pipelines with common collectives, each with its slow ranks."""
+        shared = own.drift, own.asks_for_links, own.has_slow_link
+        found = self._peers.gather(shared, "how far times have drifted")
+        drift, asks, has_slow_link = map(max, zip(*found, strict=True))
+        return replace(own, drift=drift, asks_for_links=asks, has_slow_link=has_slow_link)
 
 
 def pilot_if_auto(

@@ -16,11 +16,14 @@ class Auto:
     Each rank may hold `memory` bytes for its microbatches: a number, or one for each rank. Times
     are measured in `measure_steps` steps with split and as many with full backwards, and the
     search takes at most `seconds`. With `replan_when=0.2`, all of this is done again when times
-    have changed by more than 20 %. With `recompute=True`, recomputations are measured too, and
-    the schedule may have some where they save time within `memory`.
+    have changed by more than 20 %. A rank or link that has become slower than planned by more than
+    `slow_when`, 0.5 for 50 %, is named in the log with what it costs. With
+    `recompute=True`, recomputations are measured too, and the schedule may have some where they
+    save time within `memory`.
 
     >>> Auto(memory=2e9)
-    Auto(memory=2000000000.0, replan_when=None, measure_steps=1, seconds=10.0, recompute=False)
+    Auto(memory=2000000000.0, replan_when=None, measure_steps=1, seconds=10.0, recompute=False, \
+slow_when=0.5)
     """
 
     memory: float | Iterable[float] | None = None
@@ -28,6 +31,7 @@ class Auto:
     measure_steps: int = 1
     seconds: float = 10.0
     recompute: bool = False
+    slow_when: float | None = 0.5
 
     def __post_init__(self) -> None:
         memory = _plain(self.memory)
@@ -43,6 +47,7 @@ class Auto:
                 f"replan_when is {self.replan_when!r}. Expected a share such as 0.2, to plan again "
                 "when times have changed by more than 20 %, or None."
             )
+        check_share(self.slow_when)
         if not isinstance(self.measure_steps, Integral) or int(self.measure_steps) < 1:
             raise StageError(
                 f"measure_steps is {self.measure_steps!r}. Expected a whole number, at least 1."
@@ -63,6 +68,15 @@ class Auto:
     def caps(self, num_ranks: int) -> tuple[float, ...] | None:
         """Return the memory of each rank."""
         return None if self.memory is None else cap_of_each_rank("memory", self.memory, num_ranks)
+
+
+def check_share(slow_when: Any) -> None:
+    """Raise an error unless it is a share, or None."""
+    if slow_when is not None and not _is_positive(slow_when):
+        raise StageError(
+            f"slow_when is {slow_when!r}. Expected a share such as 0.5, to name ranks and links "
+            "that take more than 50 % longer than planned, or None."
+        )
 
 
 def _plain(memory: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from penstock.costs import CostTable
 from penstock.ir import Schedule
+from penstock.runtime.auto.seen_work import ALIKE, SeenWork
 from penstock.sim import simulate
 from penstock.solver import search
 from penstock.solver.problem_checks import RecomputeChoice
@@ -42,17 +44,29 @@ class NextSchedule:
     is_new: bool
     gap: float
     """The share by which the found schedule is slower than the proven lower bound."""
+    seen: SeenWork = ALIKE
+    """The work of the microbatches that it was chosen for."""
+    is_again: bool = False
+    """True if `before` is a schedule that was planned, and not that of the first steps."""
 
     def __str__(self) -> str:
         if not self.is_new:
-            return f"kept the schedule: found none that is faster ({self.before})"
+            return f"kept the schedule: found none that is faster{self._of_work} ({self.before})"
         gain = self.before.step_s / self.after.step_s
+        earlier = "the schedule so far" if self.is_again else "the first steps"
         return (
-            f"changed the schedule: expected to be {gain:.2f} times as fast as the first steps, "
-            f"within {self.gap:.1%} of the lower bound\n"
+            f"changed the schedule: expected to be {gain:.2f} times as fast as {earlier}, "
+            f"within {self.gap:.1%} of the lower bound{self._of_work}\n"
             f"  before: {self.before}\n"
             f"  after:  {self.after}"
         )
+
+    @property
+    def _of_work(self) -> str:
+        if not self.seen.steps:
+            return ""
+        shares = [work / self.seen.usual for step in self.seen.steps for work in step]
+        return f", for microbatches of {min(shares):.2g} to {max(shares):.2g} times the median work"
 
 
 def choose_next(
@@ -62,27 +76,48 @@ def choose_next(
     seconds: float,
     *,
     recompute: RecomputeChoice = "auto",
+    seen: SeenWork = ALIKE,
+    so_far: Schedule | None = None,
 ) -> NextSchedule:
-    """Return the fastest schedule that fits, or `safe` if it is as fast.
+    """Return the fastest schedule that fits, or the one so far if it is as fast.
 
-    Raise an error if none fits.
+    That is the planned one that was run until now, or else `safe`.
+
+    If microbatches differ, schedules for the mean step are searched too, and the one is taken with
+    which the steps that were seen take least in the mean. Raise an error if none fits.
     """
     placement = safe.placement
-    found = search(
-        costs,
-        placement.num_ranks,
-        safe.num_microbatches,
-        memory=memory,
-        placements=[placement],
-        seconds=seconds,
-        recompute=recompute,
+    typical = seen.apply(costs, seen.mean)
+    tables = [costs, typical] if seen.steps else [costs]
+    results = [
+        search(
+            table,
+            placement.num_ranks,
+            safe.num_microbatches,
+            memory=memory,
+            placements=[placement],
+            seconds=seconds / len(tables),
+            recompute=recompute,
+        )
+        for table in tables
+    ]
+    steps = [seen.apply(costs, work) for work in seen.steps] or [costs]
+    found = min((result.schedule for result in results), key=lambda one: _mean_s(one, steps))
+    found.verify(costs=costs, memory=memory)
+    current = safe if so_far is None else so_far
+    before, after = Outlook.of(current, typical), Outlook.of(found, typical)
+    bound = results[-1].lower_bound
+    gap = max(after.step_s / bound - 1, 0.0) if bound > 0 else results[-1].gap
+    is_new = _mean_s(found, steps) < _mean_s(current, steps) or not can_run(current, costs, memory)
+    chosen, expected = (found, after) if is_new else (current, before)
+    return NextSchedule(
+        chosen, costs, before, expected, is_new, gap, seen, is_again=so_far is not None
     )
-    found.schedule.verify(costs=costs, memory=memory)
-    before, after = Outlook.of(safe, costs), Outlook.of(found.schedule, costs)
-    keeps = before.step_s <= after.step_s and can_run(safe, costs, memory)
-    if keeps:
-        return NextSchedule(safe, costs, before, before, is_new=False, gap=found.gap)
-    return NextSchedule(found.schedule, costs, before, after, is_new=True, gap=found.gap)
+
+
+def _mean_s(schedule: Schedule, steps: Sequence[CostTable]) -> float:
+    """Return the mean simulated time of steps with these costs."""
+    return fmean(simulate(schedule, costs).makespan for costs in steps)
 
 
 def _in_words(num_bytes: float) -> str:

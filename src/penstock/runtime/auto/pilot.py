@@ -30,13 +30,22 @@ class AbstractPilot(ABC):
     ) -> Schedule:
         """Start once the ranks have met; return the schedule of the first step."""
 
+    def foresee(self) -> Mapping[Message, Form] | None:
+        """Return the forms of a step's messages, if they are known before it."""
+        return None
+
     @abstractmethod
     def make_observer(self) -> Observer:
         """Return the observer of the next step."""
 
     @abstractmethod
-    def end_step(self, observer: Observer, forms: Mapping[Message, Form]) -> Schedule:
-        """End a step, perhaps with messages to other ranks; return the schedule of the next."""
+    def end_step(
+        self, observer: Observer, forms: Mapping[Message, Form], work: Sequence[float]
+    ) -> Schedule:
+        """End a step, perhaps with messages to other ranks; return the schedule of the next.
+
+        `work` is that of each microbatch as they ran; empty if it is not known.
+        """
 
 
 def gathered_placement(held: Sequence[Sequence[StageId]], num_stages: int) -> Placement:

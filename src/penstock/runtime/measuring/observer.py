@@ -1,7 +1,7 @@
 """The observer of a step: a clock, a count of the memory it holds, and names for its parts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +25,8 @@ Endings: TypeAlias = Callable[[], list[Future[float]]]
 
 class StepView(Protocol):
     """The part of a step that a memory count may use."""
+
+    stages: Mapping[StageId, PipelineStage]
 
     def made_by(self, task: Task) -> Sequence[Leaves]:
         """Return what a task made for other stages, before it is sent."""

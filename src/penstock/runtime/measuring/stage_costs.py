@@ -164,7 +164,9 @@ class CostPilot(AbstractPilot):
     def make_observer(self) -> Observer:
         return self._measuring.make_observer()
 
-    def end_step(self, observer: Observer, forms: Mapping[Message, Form]) -> Schedule:
+    def end_step(
+        self, observer: Observer, forms: Mapping[Message, Form], work: Sequence[float]
+    ) -> Schedule:
         self._measuring.take(observer)
         if self._measuring.is_done:
             share = self._measuring.share(self._comm, forms)
