@@ -1,11 +1,12 @@
 """How long does a search take, how does that grow, and how good is what it finds?
 
-Five experiments, all simulated, on one core. `published`: the bubbles of the zero-bubble paper,
+Six experiments, all simulated, on one core. `published`: the bubbles of the zero-bubble paper,
 what is found for the same costs and memory, and what no schedule can be better than. `v`: the same
 in a V on more ranks, at the memory of 1F1B, with other costs too. `growth`:
 uneven stages, more and more ranks and microbatches. `certify`: the small random problems of
 `make fuzz`, whose best schedule the exact solver finds and proves. `recompute`: the costs of the
-zero-bubble paper in half of the memory of 1F1B, with forwards recomputed in several ways.
+zero-bubble paper in half of the memory of 1F1B, with forwards recomputed in several ways. `units`:
+equal times, in the memory of 1F1B with every forward recomputed.
 """
 
 import argparse
@@ -25,7 +26,15 @@ sys.path.append(str(Path(__file__).parents[2] / "tests" / "solver"))
 from problems import random_problem
 from processes import environment
 from published_rows import V_ROW, read_rows, search_row
-from recomputing import Recomputing, measure_recomputing, recomputing_table
+from recomputing import (
+    UNIT_SIZES,
+    InUnits,
+    Recomputing,
+    measure_in_units,
+    measure_recomputing,
+    recomputing_table,
+    units_table,
+)
 from test_certify import gap_to_optimum
 
 from penstock import CostTable, search
@@ -226,7 +235,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "experiment",
         nargs="?",
-        choices=["growth", "published", "v", "certify", "recompute"],
+        choices=["growth", "published", "v", "certify", "recompute", "units"],
         help="only one",
     )
     parser.add_argument("--quick", action="store_true", help="the first sizes and lines only")
@@ -242,6 +251,7 @@ def main() -> None:
     in_a_v: list[InAV] = []
     gaps: list[float] = []
     recomputing: list[Recomputing] = []
+    in_units: list[InUnits] = []
     if args.experiment in (None, "published"):
         for line in read_rows()[: 1 if args.quick else None]:
             published += measure_published(line)
@@ -267,6 +277,11 @@ def main() -> None:
         for line in lines:
             recomputing += [measure_recomputing(line, halves=halves) for halves in (False, True)]
         console.print(recomputing_table(recomputing))
+    if args.experiment in (None, "units"):
+        for p, m in UNIT_SIZES[: 2 if args.quick else None]:
+            in_units.append(measure_in_units(p, m))
+            print(in_units[-1], file=sys.stderr, flush=True)
+        console.print(units_table(in_units))
     if args.save:
         args.save.parent.mkdir(parents=True, exist_ok=True)
         record = {
@@ -276,6 +291,7 @@ def main() -> None:
             "v": [row._asdict() for row in in_a_v],
             "certified_gaps": gaps,
             "recomputing": [row._asdict() for row in recomputing],
+            "in_units": [row._asdict() for row in in_units],
         }
         args.save.write_text(json.dumps(record, indent=1) + "\n")
 

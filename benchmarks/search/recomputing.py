@@ -1,4 +1,4 @@
-"""What recomputation costs in half of the memory of 1F1B, by where it runs."""
+"""What recomputation costs by where it runs: in half of the memory of 1F1B, and in the least."""
 
 import sys
 from dataclasses import replace
@@ -10,9 +10,13 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "solver"))
 from published_rows import problem_of_row
 
-from penstock import search, simulate
+from penstock import CostTable, Placement, schedules, search, simulate
+from penstock.passes import add_recompute
 from penstock.solver import Problem
 from penstock.solver.registered_schedules import registered
+
+UNIT_SIZES = [(p, times * p) for p in (4, 8, 16) for times in (2, 4, 8)]
+"""Ranks and microbatches of the searches with unit costs."""
 
 
 class Recomputing(NamedTuple):
@@ -97,4 +101,67 @@ def recomputing_table(rows: list[Recomputing]) -> Table:
         values = row[3:9]
         shown = ("-" if value is None else f"{value:.3f}" for value in values)
         table.add_row(row.model, str(row.m), row.schedule, *shown, f"{row.seconds:.0f}")
+    return table
+
+
+class InUnits(NamedTuple):
+    """Times in those of a forward, all in the memory of 1F1B with every forward recomputed."""
+
+    p: int
+    m: int
+    memory: float
+    """In microbatches; without recomputation, 1F1B holds p."""
+    kept: float
+    """1F1B without recomputation, in more memory."""
+    inside: float
+    """1F1B with forwards recomputed inside of their backwards, as by checkpoints."""
+    before: float
+    """1F1B with forwards recomputed right before their backwards."""
+    work: float
+    """What a rank computes, if every forward runs twice."""
+    found: float
+    bound: float
+    seconds: float
+
+
+def measure_in_units(p: int, m: int) -> InUnits:
+    """Search for the best placement of R for F = I = W = R = 1.
+
+    A layer keeps 34 for its backward, 32 of it until W, and 2 if it is recomputed: its bytes per
+    token and unit of width, without those of attention scores.
+    """
+    costs = CostTable.uniform(p, after_forward=34, after_input=32, after_dropping=2)
+    kept = schedules.get("1F1B")(num_ranks=p, num_microbatches=m)
+    before = simulate(add_recompute(kept), costs)
+    found = search(
+        costs,
+        p,
+        m,
+        memory=before.peak_memory,
+        placements=[Placement.linear(p)],
+        recompute=True,
+        seconds=60,
+    )
+    return InUnits(
+        p,
+        m,
+        before.peak_memory / 34,
+        simulate(kept, costs).makespan,
+        simulate(kept, CostTable.uniform(p, backward_input=2)).makespan,
+        before.makespan,
+        4 * m,
+        found.time,
+        found.lower_bound,
+        found.seconds,
+    )
+
+
+def units_table(rows: list[InUnits]) -> Table:
+    table = Table(title="F = I = W = R = 1, in the memory of 1F1B with all recomputed")
+    columns = ("memory", "kept", "in backwards", "before them", "work", "searched", "bound", "s")
+    for column in ("ranks", "microbatches", *columns):
+        table.add_column(column, justify="right")
+    for row in rows:
+        times = (f"{time:g}" for time in row[3:9])
+        table.add_row(str(row.p), str(row.m), f"{row.memory:.2f}", *times, f"{row.seconds:.0f}")
     return table

@@ -8,13 +8,15 @@ from problems import random_problem
 from penstock.solver import Problem
 
 
-def recomputing_problem(seed: int, *, works: bool = False) -> Problem:
+def recomputing_problem(seed: int, *, works: bool = False, differs: bool = False) -> Problem:
     """Two or three ranks and up to five microbatches, in half of the memory that they would like.
 
     The cap is between the smallest that fits with recomputation and twice the smallest without.
-    If `works`, actions need memory while they run.
+    If `works`, actions need memory while they run; if `differs`, microbatches have different sizes.
     """
-    plain = random_problem(seed, num_ranks=(2, 3), num_microbatches=(2, 5), works=works)
+    plain = random_problem(
+        seed, num_ranks=(2, 3), num_microbatches=(2, 5), works=works, differs=differs
+    )
     random = Random(seed)
     stages = range(plain.num_stages)
     costs = replace(

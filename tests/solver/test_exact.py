@@ -308,7 +308,9 @@ def test_hint_is_the_first_schedule_and_may_have_communication_and_overlaps() ->
     assert simulate(best, CostTable.uniform(3)).makespan == seen[0].best
 
 
-def test_search_that_runs_out_of_time_gives_what_it_has() -> None:
+# To make the problem takes longer than the second: no time is left to solve it.
+@pytest.mark.parametrize("seconds", [0.01, 1e-9])
+def test_search_that_runs_out_of_time_gives_what_it_has(seconds: float) -> None:
     hint = schedules.get("zb-v")(num_ranks=4, num_microbatches=16)
     # Neither times nor memory have a common unit, and some actions take no time.
     roots = [math.sqrt(stage + 2) for stage in range(8)]
@@ -321,7 +323,7 @@ def test_search_that_runs_out_of_time_gives_what_it_has() -> None:
     )
     report = simulate(hint, costs)
     caps = [rank.peak_memory for rank in report.ranks]
-    result = solve(costs, Placement.v(4), 16, seconds=0.01, hint=hint, memory=caps)
+    result = solve(costs, Placement.v(4), 16, seconds=seconds, hint=hint, memory=caps)
     assert not result.is_optimal
     assert 0 <= result.lower_bound < result.report.makespan <= report.makespan
     assert result.seconds < HANG_S  # Without a limit it takes hours.
@@ -335,6 +337,17 @@ def test_progress_tells_of_better_schedules_and_bounds() -> None:
     for before, after in pairwise(seen):
         assert before.best > after.best or before.lower_bound < after.lower_bound
         assert before.seconds <= after.seconds
+
+
+def test_progress_has_only_bounds_that_hold_for_every_order() -> None:
+    """Bounds for microbatches in order were shown as if they held for all, and fell later."""
+    costs = CostTable.uniform(2, after_forward=10, after_input=4, after_dropping=1)
+    seen: list[ExactProgress] = []
+    result = solve(costs, Placement.linear(2), 3, memory=12, recompute=True, progress=seen.append)
+    assert result.is_optimal
+    bounds = [progress.lower_bound for progress in seen]
+    assert sorted(bounds) == bounds
+    assert result.lower_bound == bounds[-1]
 
 
 def test_progress_is_printed_as_a_line(capsys: pytest.CaptureFixture[str]) -> None:

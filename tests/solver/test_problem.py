@@ -11,8 +11,9 @@ from penstock import CostTable, Placement, schedules, simulate
 from penstock.errors import CostError, ScheduleError
 from penstock.solver import Problem
 from penstock.solver.placement_choices import describe
-from penstock.solver.problem import codes, nothing_fits
+from penstock.solver.problem import codes
 from penstock.solver.registered_schedules import registered
+from penstock.solver.shortage import nothing_fits
 
 COSTS = CostTable(
     forward=[1, 2, 3, 4],

@@ -180,3 +180,23 @@ def test_smallest_cap_is_that_of_the_largest_microbatch() -> None:
     assert (3.0, 3.0) == Problem.of(costs, Placement.linear(2), 3).smallest_caps
     found = search(costs, 2, 3, memory=3, effort=0.1)
     assert 3 == found.report.peak_memory
+
+
+def test_rows_of_what_was_tried_are_the_best_over_all_sequences() -> None:
+    """Each sequence had rows of its own, so the same name stood there six times and more."""
+    costs = CostTable.uniform(2).for_lengths([2048, 512, 1024], measured_length=1024)
+    found = search(costs, 2, 3, memory=3.5, effort=0.02)
+    names = [(tried.name, tried.placement) for tried in found.tried]
+    assert len(names) == len({*names})
+    [row] = [tried for tried in found.tried if tried.name == "1F1B"]
+    [(_, schedule)] = [one for one in registered(Placement.linear(2), 3) if one[0] == "1F1B"]
+    problem = Problem.of(costs, Placement.linear(2), 3, memory=3.5)
+    reports = [
+        simulate(with_sequence(schedule, arranged.sequence), costs)
+        for arranged in begin_with(problem)
+    ]
+    assert len(reports) == row.count > 1
+    assert row.fits
+    fitting = [one.makespan for one in reports if problem.find_excess(one) is None]
+    assert 0 < len(fitting)
+    assert min(fitting) == row.time

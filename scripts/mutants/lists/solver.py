@@ -11,6 +11,9 @@ EXACT = "tests/solver/test_exact.py"
 GATHERED = "tests/solver/test_gathered_search.py"
 TESTS = "tests/solver/test_search.py"
 UNEVEN = "tests/solver/test_uneven.py"
+DROPS = "tests/solver/test_recomputing_search.py -k"
+RUN_AND_FIT = f"{DROPS} run_and_fit"
+WINDOW = "tests/solver/test_window_bounds.py"
 MUTANTS = [
     # Bounds that are too high, or lower than they could be.
     ("solver/bounds.py", "max(1.0, room / kept)", "max(1.0, room / kept - 1)", BOUNDS),
@@ -157,8 +160,8 @@ MUTANTS = [
     # Moves.
     (
         "solver/annealing.py",
-        "    return moved if fits(problem, rank, moved) else None\n\n\ndef _remove_drop",
-        "    return moved\n\n\ndef _remove_drop",
+        "    return moved if fits(problem, rank, moved) else None\n\n\ndef _choose_target",
+        "    return moved\n\n\ndef _choose_target",
         ANNEAL,
     ),
     (
@@ -169,8 +172,8 @@ MUTANTS = [
     ),
     (
         "solver/annealing.py",
-        "if timing.time < best_time * (1 - 1e-12):",
-        "if timing.cost < cost:",
+        "if timing.time < best_time * (1 - 1e-12) and",
+        "if timing.cost < cost and",
         ANNEAL,
     ),
     ("solver/annealing.py", "if best_time <= goal:", "if best_time < goal:", ANNEAL),
@@ -192,7 +195,7 @@ MUTANTS = [
         "code & 3 == FULL and not problem.fuses(code >> 2):",
         "code & 3 == FULL:",
     ),
-    ("solver/searching.py", "or not 0 < value < inf:", "or not 0 <= value < inf:"),
+    ("solver/problem_checks.py", "or not 0 < value < inf:", "or not 0 <= value < inf:"),
     ("solver/searching.py", "if time.monotonic() > self._deadline:", "if False:"),
     ("solver/searching.py", "round(self._effort * min(", "round(min("),
     ("solver/search_result.py", "return inf if self.time > 0 else 0.0", "return 0.0"),
@@ -321,7 +324,8 @@ MUTANTS = [
         "if is_better:",
         EXACT,
     ),
-    ("solver/exact/incumbent.py", "if bound > self.lower_bound:", "if True:", EXACT),
+    ("solver/exact/incumbent.py", "if bound > self.lower_bound and", "if", EXACT),
+    ("solver/exact/incumbent.py", " and not self.is_restricted:", ":", f"{EXACT} -k every_order"),
     ("solver/exact/solution.py", "if time > 0 and a != b:", "if time > 0:", EXACT),
     # Microbatches that differ.
     (
@@ -342,5 +346,95 @@ MUTANTS = [
         "offsets=self._offsets(self.sequence[places[0]]),",
         "offsets=self.offsets,",
         UNEVEN,
+    ),
+    # Forwards that are recomputed.
+    (
+        "solver/recomputed_orders.py",
+        "if place >= forwards[stage]:  #",
+        "if False:  #",
+        f"{DROPS} out_of_place",
+    ),
+    (
+        "solver/recomputed_orders.py",
+        "rise, net = problem.dropping[stage] if is_dropped else changes[code]",
+        "rise, net = changes[code]",
+        f"{DROPS} last_backward",
+    ),
+    (
+        "solver/recomputed_orders.py",
+        "        yield held + rise * size\n",
+        "        yield held + rise\n",
+        RUN_AND_FIT,
+    ),
+    ("solver/recomputed_orders.py", "max(candidates, key=_backward)", "candidates[0]", DROPS[:-3]),
+    ("solver/recomputed_orders.py", "if not candidates or most == 0:", "if most == 0:", DROPS[:-3]),
+    (
+        "solver/recomputing_dispatch.py",
+        "return change.times(self.sizes[place])",
+        "return change",
+        RUN_AND_FIT,
+    ),
+    (
+        "solver/recomputing_dispatch.py",
+        "        return needed * self.sizes[mb], -net * self.sizes[mb]\n",
+        "        return needed, -net\n",
+        RUN_AND_FIT,
+    ),
+    (
+        "solver/recomputing_dispatch.py",
+        "            if needed > room:\n",
+        "            if False:\n",
+        RUN_AND_FIT,
+    ),
+    (
+        "solver/recomputing_dispatch.py",
+        "return self.waiting[stage][0]",
+        "return self.inputs[stage] - len(self.waiting[stage])",
+        RUN_AND_FIT,
+    ),
+    (
+        "solver/recomputing_moves.py",
+        "return changed if changed != order and fits(problem, rank, changed) else None",
+        "return changed if changed != order else None",
+        RUN_AND_FIT,
+    ),
+    (
+        "solver/annealing.py",
+        "best_time * (1 - 1e-12) and price == 0:",
+        "best_time * (1 - 1e-12):",
+        f"{DROPS} leeway",
+    ),
+    (
+        "solver/recomputing_bounds.py",
+        "works = busy + recomputed * self.time",
+        "works = busy + 2 * recomputed * self.time",
+        f"{DROPS} weighs",
+    ),
+    (
+        "solver/recomputing_bounds.py",
+        "return floor(min(most, (self.room + recomputed * self.saved) / self.kept))",
+        "return floor(min(most, self.room / self.kept))",
+        f"{DROPS} weighs",
+    ),
+    ("solver/recomputing_bounds.py", "starts[-1][-1] + tail", "starts[-1][-1]", f"{DROPS} weighs"),
+    ("solver/window_bounds.py", "self._after - self._last_forward,", "self._after,", WINDOW),
+    (
+        "solver/window_bounds.py",
+        "max(self._begins, self._opens - forwards)",
+        "self._opens",
+        WINDOW,
+    ),
+    (
+        "solver/window_bounds.py",
+        "rests = [(rest, one.kept), (rest + again, held)]",
+        "rests = [(rest, one.kept)]",
+        f"{WINDOW} -k dropped_until",
+    ),
+    ("solver/highest_point.py", "(matrix[i][j] - 2 /", "(matrix[i][j] + 2 /", WINDOW),
+    (
+        "solver/exact/ticks.py",
+        "ticks[stage - len(recompute) :: num_stages]",
+        "ticks[stage - len(recompute) :]",
+        "tests/solver/test_recomputing_certified.py -k exact_solver",
     ),
 ]

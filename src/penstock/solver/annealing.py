@@ -5,8 +5,7 @@ for a message to the one that sent the next. To be faster, a block must let its 
 earlier or its first one later; changes within it change nothing. So a move puts an action after
 the last one of its block or before the first, or moves the last one earlier. If there is not
 enough memory, a weight backward is also moved earlier to free some, or a microbatch is recomputed
-where that is allowed. A recomputation may also be removed: then another microbatch takes its place,
-or none.
+where that is allowed. A recomputation may also be removed or moved far: see `recomputing_moves`.
 
 If microbatches differ, some moves change their sequence instead, or only that of their backwards:
 two trade places, or one moves to another place.
@@ -18,13 +17,18 @@ from dataclasses import replace
 from math import exp, inf
 from typing import NamedTuple
 
+from penstock.passes.held_memory import ROUNDING
 from penstock.solver.evaluation import critical_blocks, evaluate, fits, peak_memory
 from penstock.solver.problem import FULL, INPUT, WEIGHT, Order, Problem
-from penstock.solver.recomputed_orders import drop_to_fit
+from penstock.solver.recomputing_moves import change_drop, drop_some, shift_chain
 
 _FARTHEST = 4  # The farthest that a random move takes an action, in places.
 _SHARE_OF_DROPS = 0.15  # Of moves remove recomputations, where forwards may be recomputed.
-_MOST_DROPPED = 2  # The most microbatches that a move recomputes in addition.
+# Where forwards may be recomputed, the best orders are far apart, so some moves are larger:
+_SHARE_ANYWHERE = 0.2  # of moves that are not on the critical path,
+_SHARE_OF_GROUPS = 0.3  # of moves that take several actions along,
+_SHARE_OF_CHAINS = 0.2  # and of moves on several ranks.
+_SHARE_WITHIN_CAPS = 0.5  # Of moves keep within the caps, if others may exceed them.
 _SHARE_OF_SEQUENCES = 0.3  # Of moves change the sequence of microbatches, if they differ.
 _SHARE_OF_FORWARDS = 0.7  # Of these change it in all actions, not only in backwards.
 
@@ -50,18 +54,21 @@ def anneal(
     seed: int,
     goal: float = -inf,
     deadline: float = inf,
+    leeway: float = 0.0,
 ) -> Walk:
     """Return the best orders of a random walk of `num_moves` from `orders`, repeatable by `seed`.
 
     `heat` is the scale of the slowdowns that moves may cause at first; it cools down to zero. The
     walk ends early at orders that take no more than `goal`, or when time.monotonic() passes
-    `deadline`.
+    `deadline`. On the way, orders may exceed the caps by the share `leeway`, at a price that rises;
+    the best ones do not.
     """
     generator = random.Random(seed)
     current = list(orders)
     timing = evaluate(problem, current)
     best, best_time, cost = Walk(list(current), 0, True, problem), timing.time, timing.cost
     blocks = critical_blocks(timing)
+    limits = _Leeway(leeway, problem, timing.time)
     num_evaluated = 0
     for number in range(num_moves):
         if best_time <= goal:
@@ -69,33 +76,70 @@ def anneal(
         if number % 16 == 0 and time.monotonic() > deadline:
             return best._replace(num_evaluated=num_evaluated, is_complete=False)
         rank, first, last = generator.choice(blocks)
-        before, before_it = current[rank], problem
+        if problem.may_recompute and generator.random() < _SHARE_ANYWHERE:
+            rank = generator.randrange(problem.num_ranks)
+            first = generator.randrange(len(current[rank]))
+            last = generator.randrange(first, len(current[rank]))
+        before, before_it = current.copy(), problem
+        allowed = limits.widen(generator, problem)
         if problem.sequence and generator.random() < _SHARE_OF_SEQUENCES:
-            problem = _rearranged(generator, problem)
-            if not all(fits(problem, holder, order) for holder, order in enumerate(current)):
-                problem = before_it
+            allowed = _rearranged(generator, allowed)
+            if not all(fits(allowed, holder, order) for holder, order in enumerate(current)):
                 continue
+            problem = replace(allowed, caps=problem.caps)
+        elif problem.may_recompute and generator.random() < _SHARE_OF_CHAINS:
+            shifted = shift_chain(generator, allowed, current)
+            if shifted is None:
+                continue
+            current = shifted
         else:
-            moved = _move(generator, problem, rank, before, first, last)
+            moved = _move(generator, allowed, rank, current[rank], first, last)
             if moved is None:
                 continue
             current[rank] = moved
         timing = evaluate(problem, current)
         num_evaluated += 1
-        warmth = heat * (1 - number / num_moves)
-        if timing.cost <= cost or generator.random() < exp((cost - timing.cost) / warmth):
-            cost, blocks = timing.cost, critical_blocks(timing)
-            if timing.time < best_time * (1 - 1e-12):
+        progress = number / num_moves
+        price = limits.price(problem, current, progress)
+        warmth = heat * (1 - progress)
+        worse = timing.cost + price - cost
+        if worse <= 0 or generator.random() < exp(-worse / warmth):
+            cost, blocks = timing.cost + price, critical_blocks(timing)
+            if timing.time < best_time * (1 - 1e-12) and price == 0:
                 best, best_time = Walk(list(current), 0, True, problem), timing.time
         else:
-            current[rank], problem = before, before_it
+            current, problem = before, before_it
     return best._replace(num_evaluated=num_evaluated)
+
+
+class _Leeway:
+    """The memory beyond the caps that orders may have on a walk, and its price."""
+
+    def __init__(self, share: float, problem: Problem, typical_time: float) -> None:
+        self._share, self._time = share, typical_time
+        self._caps = tuple(cap * (1 + share) for cap in problem.caps)
+
+    def widen(self, generator: random.Random, problem: Problem) -> Problem:
+        """Return the problem, with larger caps for some of the moves."""
+        if self._share == 0 or generator.random() < _SHARE_WITHIN_CAPS:
+            return problem
+        return replace(problem, caps=self._caps)
+
+    def price(self, problem: Problem, orders: list[Order], progress: float) -> float:
+        """Return what to add to the cost of orders that exceed the caps; more as a walk ends."""
+        if self._share == 0:
+            return 0.0
+        peaks = (peak_memory(problem, order) for order in orders)
+        pairs = zip(peaks, problem.caps, strict=True)
+        # A cap of 0 is not widened.
+        excess = sum(max(0.0, peak / (cap * ROUNDING) - 1) for peak, cap in pairs if 0 < cap < inf)
+        return excess * self._time * (0.5 + 2 * progress)
 
 
 def _rearranged(generator: random.Random, problem: Problem) -> Problem:
     """Return the problem with one change in the sequence of microbatches, or of their backwards."""
     places = _places(generator, problem.num_microbatches)
-    if problem.may_recompute or generator.random() < _SHARE_OF_FORWARDS:
+    if generator.random() < _SHARE_OF_FORWARDS:
         return problem.rearranged(places)
     turns = problem.turns or range(problem.num_microbatches)
     return replace(problem, turns=tuple([turns[place] for place in places]))
@@ -119,7 +163,7 @@ def _move(
     index = generator.randint(first, last)
     stage, kind = order[index] >> 2, order[index] & 3
     if problem.may_recompute and generator.random() < _SHARE_OF_DROPS:
-        return _remove_drop(generator, problem, rank, order)
+        return change_drop(generator, problem, rank, order)
     if kind in (INPUT, FULL) and problem.fuses(stage) and generator.random() < 0.3:
         moved = _cut_or_join(order, index)
         return moved if moved is not None and fits(problem, rank, moved) else None
@@ -127,37 +171,19 @@ def _move(
     if target == last and index == last:
         target = generator.randint(first, last)
     moved = order.copy()
-    moved.insert(target, moved.pop(index))
+    takes_more = problem.may_recompute and generator.random() < _SHARE_OF_GROUPS
+    end = index + (generator.randint(2, _FARTHEST) if takes_more else 1)
+    group = moved[index:end]
+    del moved[index:end]
+    moved[target:target] = group
     if moved == order:
         return None
     if fits(problem, rank, moved):
         return moved
     if problem.may_recompute and generator.random() < 0.5:
-        return _drop_some(generator, problem, rank, moved)
+        return drop_some(generator, problem, rank, moved)
     _make_room(generator, problem, moved, min(index, target))
     return moved if fits(problem, rank, moved) else None
-
-
-def _remove_drop(
-    generator: random.Random, problem: Problem, rank: int, order: Order
-) -> Order | None:
-    """Remove a recomputation; recompute another microbatch if there is no room without it."""
-    dropped = [index for index, code in enumerate(order) if problem.recomputes(code)]
-    if not dropped:
-        return None
-    changed = order.copy()
-    del changed[generator.choice(dropped)]
-    if fits(problem, rank, changed):
-        return changed
-    changed_again = _drop_some(generator, problem, rank, changed)
-    return None if changed_again == order else changed_again
-
-
-def _drop_some(generator: random.Random, problem: Problem, rank: int, order: Order) -> Order | None:
-    """Recompute one or two random microbatches, so that there is room for all actions."""
-    if peak_memory(problem, order) == inf:
-        return None  # An action is before one that it must follow.
-    return drop_to_fit(problem, rank, order, generator.choice, most=_MOST_DROPPED)
 
 
 def _choose_target(generator: random.Random, index: int, first: int, last: int) -> int:

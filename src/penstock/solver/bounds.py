@@ -17,6 +17,7 @@ from penstock.solver.jackson import longest_tail_first
 from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
 from penstock.solver.recomputing_bounds import trade_off, without_recomputing
 from penstock.solver.uneven_bounds import uneven_bound
+from penstock.solver.window_bounds import window_bound
 from penstock.solver.work_in_memory import RankWork, StageWork
 
 
@@ -30,9 +31,10 @@ def lower_bound(problem: Problem) -> float:
     If forwards may be recomputed, see `recomputing_bounds`.
     """
     if problem.may_recompute:
-        return max(lower_bound(without_recomputing(problem)), trade_off(problem))
+        relaxed = lower_bound(without_recomputing(problem))
+        return max(relaxed, trade_off(problem), window_bound(problem))
     if problem.sequence:  # Microbatches differ, and none of this holds for every order of them.
-        return uneven_bound(problem)
+        return max(uneven_bound(problem), window_bound(problem))
     work = _Amount(problem)
     heads, tails = _Heads(work), _Tails(work)
     return max(_one_rank(work, rank, heads, tails) for rank in range(problem.num_ranks))

@@ -10,10 +10,11 @@ from penstock.schedules.generator import Generator, Shape
 from penstock.sim import simulate
 from penstock.solver import Problem, lower_bound
 from penstock.solver.best_schedule import find_best
+from penstock.solver.chosen_orders import count_recomputed
 from penstock.solver.gathered_search import best_gathers, check_room
 from penstock.solver.placement_choices import default_placements, describe
-from penstock.solver.problem import nothing_fits
 from penstock.solver.question import Question
+from penstock.solver.shortage import nothing_fits
 from penstock.timeline import Report
 
 SEARCHED = "searched"
@@ -33,7 +34,10 @@ class Row:
     bubble: float
     """By the clock, as is `time`."""
     gap: float | None
-    """The gap to the bound of its placement; None if it does not fit."""
+    """The gap to the bound of its placement.
+
+    None if it does not fit, or if it recomputes and the bound is for schedules that do not.
+    """
     excess: str
     """The memory it needs where it exceeds a cap, in words; empty if it fits."""
 
@@ -92,13 +96,14 @@ class Comparison:
         time = problem.time_of(report)
         excess = self.question.describe_excess(problem, report)
         is_makespan = self.question.clock == "makespan"
+        is_beyond = not self.question.recompute and any(count_recomputed(schedule))
         row = Row(
             name=name,
             placement=schedule.placement,
             report=report,
             time=time,
             bubble=report.bubble_by_makespan if is_makespan else report.bubble_by_span,
-            gap=None if excess else _gap(time, bound),
+            gap=None if excess or is_beyond else _gap(time, bound),
             excess=excess,
         )
         self._rows.append(row)

@@ -18,8 +18,9 @@ from penstock.passes import Gathers, add_gathers
 from penstock.sim import simulate
 from penstock.solver.bounds import lower_bound
 from penstock.solver.placement_choices import describe
-from penstock.solver.problem import Problem, in_full
+from penstock.solver.problem import Problem
 from penstock.solver.search_result import SearchResult, Tried
+from penstock.solver.shortage import in_full
 from penstock.timeline import Report
 
 GatherChoice: TypeAlias = Gathers | Literal["auto"]

@@ -14,8 +14,9 @@ some stage, so what is found is then not always the best; the exact solver allow
 
 If forwards may be recomputed, the order of microbatches on a stage can matter too: of two of them,
 only one may have dropped its values. Only schedules with microbatches in order are searched all the
-same. A recomputation names its microbatch. Like a weight backward, it waits for no message, so it
-has the code of one on a stage that does not exist: (microbatch + 1) * num_stages + stage.
+same. A recomputation names its microbatch, by its place in the sequence. Like a weight backward, it
+waits for no message, so it has the code of one on a stage that does not exist:
+(place + 1) * num_stages + stage.
 """
 
 from collections import deque
@@ -27,7 +28,6 @@ from statistics import fmean
 from typing import Final, NamedTuple, TypeAlias
 
 from penstock.costs import CostTable
-from penstock.errors import ScheduleError
 from penstock.ir import (
     Action,
     Backward,
@@ -47,7 +47,7 @@ from penstock.passes.held_memory import (
     stage_changes,
 )
 from penstock.schedules.generator import Clock
-from penstock.solver.problem_checks import check_problem, knows_dropping, refuse_scales
+from penstock.solver.problem_checks import check_problem
 from penstock.timeline import Report
 
 FORWARD, INPUT, WEIGHT, FULL = range(4)
@@ -64,6 +64,7 @@ class Named(NamedTuple):
     """Tables by codes that name microbatches: code + 4 * num_stages * microbatch.
 
     If microbatches are alike, all are counted as microbatch 0, and these are the codes of orders.
+    Those of recomputations follow after all others, also by microbatch.
     """
 
     kinds: tuple[int, ...]
@@ -90,16 +91,27 @@ class Named(NamedTuple):
         )
 
     def with_recomputations(
-        self, times: Sequence[float], changes: Sequence[Change], num_microbatches: int
+        self, costs: CostTable, changes: Sequence[Change], num_microbatches: int
     ) -> "Named":
-        """Return the tables of alike microbatches with those of recomputations after them.
-
-        `times` and `changes` are by stage.
-        """
-        stages, nothing = range(len(times)), Change(0.0, 0.0)
-        by_kind = [(WEIGHT, s, times[s], changes[s]) for s in stages]
+        """Return the tables with those of recomputations after them; `changes` are by stage."""
+        mbs, stages = range(num_microbatches), range(costs.num_stages)
+        paces, sizes, nothing = costs.time_scale, costs.memory_scale, Change(0.0, 0.0)
         blank = [(kind, 0, 0.0, nothing) for kind in (FORWARD, INPUT, FULL)]
-        rows = [row for one in by_kind for row in (*blank[:2], one, blank[2])] * num_microbatches
+        rows = [
+            row
+            for mb in mbs
+            for s in stages
+            for row in (
+                *blank[:2],
+                (
+                    WEIGHT,
+                    s,
+                    costs.recompute[s] * (paces[s][mb] if paces else 1),
+                    changes[s].times(sizes[mb] if sizes else 1),
+                ),
+                blank[2],
+            )
+        ]
         kinds, of_stages, durations, nets = zip(*rows, strict=True)
         return Named(
             kinds=self.kinds + kinds,
@@ -160,8 +172,6 @@ class Problem:
     ) -> "Problem":
         """Check the arguments and return the problem that they describe."""
         check_problem(costs, placement, num_microbatches, clock)
-        if recompute:
-            refuse_scales(costs)
         num_ranks = placement.num_ranks
         caps = cap_of_each_rank("memory", inf if memory is None else memory, num_ranks)
         stages_of = tuple(placement.stages_of(rank) for rank in range(num_ranks))
@@ -174,7 +184,7 @@ class Problem:
         num_codes = len(durations)
         means = tuple(fmean(named.times[code::num_codes]) for code in range(num_codes))
         if recompute:
-            named = named.with_recomputations(costs.recompute, recomputing, num_microbatches)
+            named = named.with_recomputations(costs, recomputing, num_microbatches)
         problem = cls(
             costs=costs,
             placement=placement,
@@ -227,7 +237,27 @@ class Problem:
             return order
         step = 4 * self.num_stages
         offsets = [step * mb for mb in self.sequence]
-        return [c + offsets[place] for c, place in zip(order, self.places_of(order), strict=True)]
+        pairs = zip(order, self.places_of(order), strict=True)
+        if not self.may_recompute:
+            return [code + offsets[place] for code, place in pairs]
+        return [self.name(code, place) for code, place in pairs]
+
+    def name(self, code: Code, place: int) -> Code:
+        """Return a code that names the microbatch at a place in the sequence; see `Named`."""
+        if not self.sequence:
+            return code
+        number = self.sequence[place]
+        if self.recomputes(code):
+            number += len(self.sequence) - 1 - place
+        return code + 4 * self.num_stages * number
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """By place in the sequence: the scale of the memory of a microbatch."""
+        scales = self.costs.memory_scale
+        if not scales:
+            return (1.0,) * self.num_microbatches
+        return tuple([scales[mb] for mb in self.sequence])
 
     def places_of(self, order: Order) -> Iterator[int]:
         """Yield the place in the sequence of the microbatch of each action.
@@ -400,12 +430,12 @@ class Problem:
         """Return whether a forward of `stage` holds less if it is recomputed."""
         return self.recomputing[stage].net > 0
 
-    def recomputation(self, stage: int, mb: int) -> Code:
-        """Return the code of the recomputation of a microbatch."""
-        return 4 * (self.num_stages * (mb + 1) + stage) + WEIGHT
+    def recomputation(self, stage: int, place: int) -> Code:
+        """Return the code of the recomputation of the microbatch at a place in the sequence."""
+        return 4 * (self.num_stages * (place + 1) + stage) + WEIGHT
 
     def recomputed(self, code: Code) -> tuple[int, int]:
-        """Return the stage and the microbatch of a recomputation."""
+        """Return the stage of a recomputation, and the place of its microbatch."""
         number, stage = divmod(code >> 2, self.num_stages)
         return stage, number - 1
 
@@ -419,11 +449,11 @@ class Problem:
 
     def _actions(self, order: Order) -> Iterator[Action]:
         for code, place in zip(order, self.places_of(order), strict=True):
-            if self.recomputes(code):
-                yield Recompute(*self.recomputed(code))
-                continue
             mb = self.sequence[place] if self.sequence else place
-            yield KINDS[code & 3](code >> 2, mb)
+            if self.recomputes(code):
+                yield Recompute(self.recomputed(code)[0], mb)
+            else:
+                yield KINDS[code & 3](code >> 2, mb)
 
 
 def codes(schedule: Schedule) -> list[Order]:
@@ -439,29 +469,6 @@ def codes(schedule: Schedule) -> list[Order]:
         ]
         for order in schedule.orders
     ]
-
-
-def nothing_fits(problems: Sequence[Problem]) -> ScheduleError:
-    """Return the error for caps that are too small, with the smallest memory that would fit."""
-    problem = min(problems, key=lambda problem: max(problem.smallest_caps))
-    rank = problem.find_shortage()
-    assert rank is not None
-    cap, needed = in_full(problem.caps[rank]), in_full(problem.smallest_caps[rank])
-    least = max(problem.smallest_caps)
-    dropped = max(replace(problem, may_recompute=True).smallest_caps)
-    is_known = knows_dropping(problem.costs)
-    hint = f" With recompute=True, {in_full(dropped)} is enough." * (is_known and dropped < least)
-    return ScheduleError(
-        f"Nothing fits: rank {rank} may hold {cap}, but one microbatch on its stages "
-        f"{list(problem.stages_of[rank])} needs {needed}. The smallest "
-        f"memory that fits is {in_full(least)} on each rank: allow that, use "
-        f"smaller microbatches, or cut the model into more stages.{hint}"
-    )
-
-
-def in_full(value: float) -> str:
-    """Format `value` with all digits, so that a user who enters it has enough memory."""
-    return f"{value:.0f}" if value.is_integer() else repr(value)
 
 
 def _delays(costs: CostTable, placement: Placement, size: float) -> tuple[float, ...]:

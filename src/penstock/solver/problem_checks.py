@@ -1,5 +1,7 @@
 """Checks of the arguments that describe a problem."""
 
+from math import inf
+from numbers import Real
 from typing import Literal, TypeAlias, get_args
 
 from penstock.costs import CostTable
@@ -51,10 +53,16 @@ def check_costs(costs: CostTable) -> None:
         raise CostError(f"costs is {costs!r}. Expected a penstock.CostTable.")
 
 
+def check_positive(name: str, value: float) -> None:
+    """Raise an error for what is not a finite number above 0."""
+    if not isinstance(value, Real) or not 0 < value < inf:
+        raise ScheduleError(f"{name} is {value!r}. Expected a finite number above 0.")
+
+
 def check_recompute(recompute: RecomputeChoice, costs: CostTable) -> bool:
     """Return whether forwards may be recomputed."""
     if recompute == "auto":
-        return costs.num_microbatches is None and knows_dropping(costs)
+        return knows_dropping(costs)
     if not isinstance(recompute, bool):
         raise ScheduleError(f"recompute is {recompute!r}. Expected True, False or 'auto'.")
     return recompute
@@ -64,13 +72,3 @@ def knows_dropping(costs: CostTable) -> bool:
     """Return whether costs say what a dropped forward holds; where none was measured, all is."""
     pairs = zip(costs.after_dropping, costs.after_forward, strict=True)
     return any(0 < dropped < kept for dropped, kept in pairs)
-
-
-def refuse_scales(costs: CostTable) -> None:
-    """Raise an error if microbatches differ, which recomputation does not know."""
-    if costs.num_microbatches is not None:
-        raise CostError(
-            f"recompute is True, but the costs have scales for {costs.num_microbatches} "
-            "microbatches. Expected microbatches that are alike: give costs without scales, or set "
-            "recompute to False."
-        )

@@ -33,6 +33,7 @@ class Question:
             self.num_microbatches,
             memory=self.memory,
             clock=self.clock,
+            recompute=self.recompute,
         )
 
     def describe_excess(self, problem: Problem, report: Report) -> str:

@@ -4,6 +4,7 @@ A microbatch is dropped on a stage if the order has its recomputation, R. Its F 
 inputs, and from R on it holds what an F that is not dropped leaves.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from math import inf
 from typing import NamedTuple
@@ -16,7 +17,8 @@ class InFlight(NamedTuple):
     """A microbatch between its forward and its backward on a stage."""
 
     stage: int
-    mb: int
+    place: int
+    """The place of the microbatch in the sequence."""
     backward: int
     """The position of its backward in the order."""
 
@@ -29,48 +31,52 @@ def peak_with_drops(problem: Problem, order: Order) -> float:
 def _held_along(problem: Problem, order: Order) -> Iterator[float]:
     """Yield the most that is held during each action; infinite where its place is wrong."""
     num_stages, changes = problem.num_stages, problem.changes
-    first = 4 * num_stages
+    first, sizes = 4 * num_stages, problem.sizes
+    turns = problem.turns or range(problem.num_microbatches)
     waiting = {code for code in order if code >= first}  # The R that have not run.
     forwards, backwards = [0] * num_stages, [0] * num_stages
-    pending = [0] * num_stages
+    pending: list[deque[int]] = [deque() for _ in range(num_stages)]  # Those whose W waits.
     held = 0.0
     for code in order:
         stage, kind = code >> 2, code & 3
         if code >= first:
-            stage, mb = problem.recomputed(code)
-            if not backwards[stage] <= mb < forwards[stage]:
+            stage, place = problem.recomputed(code)
+            if place >= forwards[stage]:  # If it is after its backward, that is refused.
                 yield inf
             waiting.discard(code)
             rise, net = problem.recomputing[stage]
         elif kind == FORWARD:
-            is_dropped = first * (forwards[stage] + 1) + 4 * stage + WEIGHT in waiting
+            place = forwards[stage]
+            is_dropped = first * (place + 1) + 4 * stage + WEIGHT in waiting
             forwards[stage] += 1
             rise, net = problem.dropping[stage] if is_dropped else changes[code]
         elif kind == WEIGHT:
-            pending[stage] -= 1
-            if pending[stage] < 0:
+            if not pending[stage]:
                 yield inf
+            place = pending[stage].popleft() if pending[stage] else 0
             rise, net = changes[code]
         else:
-            mb = backwards[stage]
-            if mb >= forwards[stage] or first * (mb + 1) + 4 * stage + WEIGHT in waiting:
+            place = turns[backwards[stage]]
+            if place >= forwards[stage] or first * (place + 1) + 4 * stage + WEIGHT in waiting:
                 yield inf
             backwards[stage] += 1
             if kind == INPUT:
-                pending[stage] += 1
+                pending[stage].append(place)
             rise, net = changes[code]
-        yield held + rise
-        held += net
+        size = sizes[place]
+        yield held + rise * size
+        held += net * size
 
 
 def drop_all(problem: Problem, order: Order) -> Order:
     """Return the order with R right before each backward."""
+    turns = problem.turns or range(problem.num_microbatches)
     backwards = [0] * problem.num_stages
     found = []
     for code in order:
         if code & 3 in (INPUT, FULL):
             stage = code >> 2
-            found.append(problem.recomputation(stage, backwards[stage]))
+            found.append(problem.recomputation(stage, turns[backwards[stage]]))
             backwards[stage] += 1
         found.append(code)
     return found
@@ -101,7 +107,7 @@ def drop_to_fit(
         if not candidates or most == 0:
             return None
         chosen = choose(candidates) if choose else max(candidates, key=_backward)
-        code = problem.recomputation(chosen.stage, chosen.mb)
+        code = problem.recomputation(chosen.stage, chosen.place)
         changed = [*changed[: chosen.backward], code, *changed[chosen.backward :]]
         most = None if most is None else most - 1
 
@@ -113,6 +119,7 @@ def _backward(one: InFlight) -> int:
 def _kept_at(problem: Problem, order: Order, position: int) -> list[InFlight]:
     """Return the microbatches in flight at a position that could be dropped and are not."""
     num_stages = problem.num_stages
+    turns = problem.turns or range(problem.num_microbatches)
     dropped = {code for code in order if problem.recomputes(code)}
     forwards, backwards = [0] * num_stages, [0] * num_stages
     found = []
@@ -123,10 +130,10 @@ def _kept_at(problem: Problem, order: Order, position: int) -> list[InFlight]:
         if code & 3 == FORWARD:
             forwards[stage] += index <= position
             continue
-        mb = backwards[stage]
+        place = turns[backwards[stage]]
         backwards[stage] += 1
-        is_in_flight = index > position and mb < forwards[stage]
+        is_in_flight = index > position and place < forwards[stage]
         is_in_flight &= problem.saves_by_dropping(stage)
-        if is_in_flight and problem.recomputation(stage, mb) not in dropped:
-            found.append(InFlight(stage, mb, index))
+        if is_in_flight and problem.recomputation(stage, place) not in dropped:
+            found.append(InFlight(stage, place, index))
     return found

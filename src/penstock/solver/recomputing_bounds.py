@@ -51,7 +51,7 @@ def trade_off(problem: Problem) -> float:
     fewer, it can have fewer in flight, and waits more often until one comes back. The least over n
     of the larger of both times is a bound.
     """
-    if problem.num_microbatches > _MOST_MICROBATCHES:
+    if problem.sequence or problem.num_microbatches > _MOST_MICROBATCHES:
         return 0.0
     times = _Times(problem)
     return max(

@@ -10,7 +10,7 @@ Memory never blocks the ranks: see `_can_finish`.
 from collections import deque
 from math import inf
 
-from penstock.passes.held_memory import ROUNDING
+from penstock.passes.held_memory import ROUNDING, Change
 from penstock.solver.dispatching import Policy, run_ranks
 from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Code, Order, Problem
 
@@ -34,11 +34,13 @@ class _Dispatch:
         self.activations: list[list[float]] = [[] for _ in range(num_stages)]
         self.gradients: list[list[float]] = [[] for _ in range(num_stages)]
         self.activations[0] = [0.0] * problem.num_microbatches
-        # the numbers of forwards, input backwards and weight backwards that were run,
+        # the numbers of forwards and input backwards that were run,
         self.forwards, self.inputs = [0] * num_stages, [0] * num_stages
-        self.weights = [0] * num_stages
-        # and the microbatches that were dropped and not recomputed yet.
+        # and the microbatches whose weight backward waits, or that were dropped and not recomputed
+        # yet, as places in the sequence.
+        self.waiting: list[deque[int]] = [deque() for _ in range(num_stages)]
         self.dropped: list[deque[int]] = [deque() for _ in range(num_stages)]
+        self.sizes = problem.sizes
         self.room = [cap * ROUNDING for cap in problem.caps]
         self.pending = [0.0] * num_ranks  # What the weight backwards that wait hold.
         # What backwards need, and what a microbatch needs after its first n forwards on a rank.
@@ -46,8 +48,11 @@ class _Dispatch:
         self.needs = [problem.needs_with_drops(rank) for rank in range(num_ranks)]
         # No microbatch needs more than this on a rank beyond what is held.
         self.most_needed = [
-            needs[0]
-            + sum(problem.recomputing[stage].rise + self.least_rise[stage] for stage in stages)
+            max(self.sizes)
+            * sum(
+                (problem.recomputing[stage].rise + self.least_rise[stage] for stage in stages),
+                needs[0],
+            )
             for needs, stages in zip(self.needs, problem.stages_of, strict=True)
         ]
 
@@ -57,8 +62,7 @@ class _Dispatch:
         for code in self.policy.preference[rank]:
             stage, kind = code >> 2, code & 3
             if kind == WEIGHT:
-                has_any = self.weights[stage] < self.inputs[stage]
-                if has_any and self._may_delay(rank, code, now, next_arrival):
+                if self.waiting[stage] and self._may_delay(rank, code, now, next_arrival):
                     return code, now
                 continue
             is_forward = kind == FORWARD
@@ -82,7 +86,7 @@ class _Dispatch:
         return None, next_arrival
 
     def _may_delay(self, rank: int, code: Code, now: float, next_arrival: float) -> bool:
-        duration = self.problem.named.times[code]
+        duration = self.problem.named.times[self.problem.name(code, self._place(code))]
         return now + duration - next_arrival <= self.policy.patience[rank] * duration
 
     def _recompute_early(self, rank: int) -> Code | None:
@@ -129,49 +133,61 @@ class _Dispatch:
         room = self.room[rank]
         if room == inf:
             return True
-        rise, net = self._change(code)
+        place = self._place(code)
+        rise, net = self._change(code, place)
         if rise > room:
             return False
         if net <= 0 and code & 3 == FULL:
             return True  # It only frees memory, and all that waits could be finished before it.
-        self._count(code, rank, 1)
+        self._count(code, rank, place, 1)
         can_finish = self._can_finish(rank)
-        self._count(code, rank, -1)
+        self._count(code, rank, place, -1)
         return can_finish
 
-    def _change(self, code: Code) -> tuple[float, float]:
+    def _place(self, code: Code) -> int:
+        """Return the place in the sequence of the next microbatch of an action."""
+        if self.problem.recomputes(code):
+            return self.problem.recomputed(code)[1]
+        stage, kind = code >> 2, code & 3
+        if kind == WEIGHT:
+            return self.waiting[stage][0]
+        return self.forwards[stage] if kind == FORWARD else self.inputs[stage]
+
+    def _change(self, code: Code, place: int) -> Change:
         problem = self.problem
         if problem.recomputes(code):
-            return problem.recomputing[problem.recomputed(code)[0]]
-        stage = code >> 2
-        if code & 3 == FORWARD and self.forwards[stage] in self.dropped[stage]:
-            return problem.dropping[stage]
-        return problem.changes[code]
+            change = problem.recomputing[problem.recomputed(code)[0]]
+        elif code & 3 == FORWARD and place in self.dropped[code >> 2]:
+            change = problem.dropping[code >> 2]
+        else:
+            change = problem.changes[code]
+        return change.times(self.sizes[place])
 
-    def _count(self, code: Code, rank: int, sign: int) -> None:
+    def _count(self, code: Code, rank: int, place: int, sign: int) -> None:
         """Count an action as run, or with -1 as not run."""
         problem, kind = self.problem, code & 3
-        if problem.recomputes(code):
-            stage, mb = problem.recomputed(code)
-            self.room[rank] -= sign * problem.recomputing[stage].net
-            if sign > 0:
-                self.dropped[stage].popleft()
-            else:
-                self.dropped[stage].appendleft(mb)
-            return
+        self.room[rank] -= sign * self._change(code, place).net
         stage = code >> 2
-        if kind == FORWARD and sign < 0:
-            self.forwards[stage] -= 1
-        self.room[rank] -= sign * self._change(code)[1]
-        if kind == FORWARD and sign > 0:
-            self.forwards[stage] += 1
-        if kind in (INPUT, FULL):
+        if kind == WEIGHT:  # Or a recomputation.
+            is_weight = not problem.recomputes(code)
+            first = self.waiting[stage] if is_weight else self.dropped[stage % problem.num_stages]
+            if sign > 0:
+                first.popleft()
+            else:
+                first.appendleft(place)
+            if is_weight:
+                self.pending[rank] += sign * self._change(code, place).net
+        elif kind == FORWARD:
+            self.forwards[stage] += sign
+        else:
             self.inputs[stage] += sign
-        if kind in (WEIGHT, FULL):
-            self.weights[stage] += sign
-        if kind in (INPUT, WEIGHT):
-            left = problem.costs.after_input[stage]
-            self.pending[rank] += sign * (left if kind == INPUT else -left)
+            if kind == INPUT:
+                left = problem.costs.after_input[stage] * self.sizes[place]
+                self.pending[rank] += sign * left
+                if sign > 0:
+                    self.waiting[stage].append(place)
+                else:
+                    self.waiting[stage].pop()
 
     def _can_finish(self, rank: int) -> bool:
         """Return whether `rank` has room to finish all that it has begun, and then to go on.
@@ -183,8 +199,8 @@ class _Dispatch:
         """
         room, stages = self.room[rank], self.problem.stages_of[rank]
         for stage in stages:
-            waits = self.weights[stage] < self.inputs[stage]
-            if waits and self.problem.changes[4 * stage + WEIGHT].rise > room:
+            largest = max((self.sizes[place] for place in self.waiting[stage]), default=0.0)
+            if self.problem.changes[4 * stage + WEIGHT].rise * largest > room:
                 return False
         room += self.pending[rank]
         for mb in range(self.inputs[stages[0]], self.forwards[stages[0]]):
@@ -209,13 +225,14 @@ class _Dispatch:
                 net += problem.recomputing[stage].net
             needed = max(needed, net + self.least_rise[stage])
             net -= problem.costs.after_forward[stage]
-        return needed, -net
+        return needed * self.sizes[mb], -net * self.sizes[mb]
 
     def start(self, code: Code, rank: int, now: float) -> tuple[float, int | None]:
         """Start an action; return its end, and the stage that takes its message, if any."""
-        end = now + self.problem.named.times[code]
+        place = self._place(code)
+        end = now + self.problem.named.times[self.problem.name(code, place)]
         self.orders[rank].append(code)
-        self._count(code, rank, 1)
+        self._count(code, rank, place, 1)
         stage, kind, delays = code >> 2, code & 3, self.problem.delays
         if kind == WEIGHT:  # Or a recomputation: neither sends a message.
             return end, None

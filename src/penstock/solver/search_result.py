@@ -1,12 +1,14 @@
 """The result of a search, and the schedules it tried."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
 from penstock.costs import CostTable
-from penstock.ir import Schedule
+from penstock.ir import MicrobatchId, Schedule
 from penstock.schedules.generator import Clock
+from penstock.solver.chosen_orders import backward_order, count_recomputed, forward_order
 from penstock.timeline import Report
 
 if TYPE_CHECKING:
@@ -25,6 +27,18 @@ class Tried:
     fits: bool
     count: int
     """The number of schedules that this is the best of."""
+
+
+def best_of_each(tried: Iterable[Tried]) -> tuple[Tried, ...]:
+    """Return the best for each name and placement, over all orders of microbatches that differ."""
+    best: dict[tuple[str, str], Tried] = {}
+    for one in tried:
+        known = best.setdefault((one.name, one.placement), one)
+        if known is one:
+            continue
+        better = min(known, one, key=lambda either: (not either.fits, either.time))
+        best[one.name, one.placement] = replace(better, count=known.count + one.count)
+    return tuple(best.values())
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -64,6 +78,21 @@ class SearchResult:
             return inf if self.time > 0 else 0.0
         gap = self.time / self.lower_bound - 1
         return gap if gap > 1e-9 else 0.0
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The number of microbatches whose forwards are recomputed, for each stage."""
+        return count_recomputed(self.schedule)
+
+    @property
+    def forward_order(self) -> tuple[MicrobatchId, ...]:
+        """The microbatches in the order of their forwards on the first stage."""
+        return forward_order(self.schedule)
+
+    @property
+    def backward_order(self) -> tuple[MicrobatchId, ...]:
+        """The microbatches in the order of their backwards on the first stage."""
+        return backward_order(self.schedule)
 
     def advise(
         self, *, costs_in_v: CostTable | None = None, seconds: float = 10.0, effort: float = 1.0

@@ -5,11 +5,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import exp, inf
-from numbers import Real
 
 from penstock.costs import CostTable
-from penstock.errors import ScheduleError
 from penstock.ir import Placement, Schedule
 from penstock.passes import add_recompute
 from penstock.passes.held_memory import ROUNDING
@@ -29,22 +28,30 @@ from penstock.solver.gathered_search import (
     search_with_gathers,
 )
 from penstock.solver.placement_choices import check_placements, default_placements, describe
-from penstock.solver.problem import FULL, INPUT, WEIGHT, Order, Problem, codes, nothing_fits
-from penstock.solver.problem_checks import RecomputeChoice, check_costs, check_recompute
+from penstock.solver.problem import FULL, INPUT, WEIGHT, Order, Problem, codes
+from penstock.solver.problem_checks import (
+    RecomputeChoice,
+    check_costs,
+    check_positive,
+    check_recompute,
+)
 from penstock.solver.recomputed_orders import drop_all, drop_to_fit
 from penstock.solver.recomputing_dispatch import dispatch_with_drops
 from penstock.solver.registered_schedules import registered
 from penstock.solver.safe_schedules import least_memory
-from penstock.solver.search_result import SearchResult, Tried
+from penstock.solver.search_result import SearchResult, Tried, best_of_each
 from penstock.solver.sequences import begin_with, with_sequence
+from penstock.solver.shortage import nothing_fits
 from penstock.timeline import Report
 
-_ENDINGS = "endings"
+_ENDINGS, _MOVED = "endings", "moves"
 _FAR_BEHIND = 1.05  # A placement this much slower than the best is dropped.
 _NUM_SEQUENCES = 2  # The number of best sequences for which policies vary, if microbatches differ.
 _NUM_STARTS = 4  # The number of best orders from which walks start.
 # The heats of the walks and of the last walks, as multiples of the mean time of an action.
 _HEATS, _LAST_HEATS = (0.2, 0.8, 2.4), (0.3, 0.1, 0.1)
+# By how much walks may exceed the caps on the way, in turn, where forwards may be recomputed.
+_LEEWAYS = (0.2, 0.4, 0.0)
 _LAST_LENGTH = 3  # The last walks are this many times as long.
 # The amounts to try with an effort of 1; they shrink as the number of actions grows:
 _GRID, _FEWEST_IN_GRID = 3e5, 72  # policies that all ranks share,
@@ -93,8 +100,8 @@ def search(
     >>> search(costs, num_ranks=4, num_microbatches=8, memory=4)
     SearchResult(makespan=70, lower_bound=70, gap=0.00%, peak_memory=4)
     """
-    _check_positive("seconds", seconds)
-    _check_positive("effort", effort)
+    check_positive("seconds", seconds)
+    check_positive("effort", effort)
     check_costs(costs)
     if placements is None:
         placements = default_placements(costs.num_stages, num_ranks)
@@ -138,6 +145,11 @@ class _Candidate:
     cost: float
     """See `Evaluation`."""
 
+    def is_within(self, problem: Problem) -> bool:
+        """Return whether these are also orders for a problem that allows more."""
+        own = self.problem.placement, self.problem.sequence
+        return own == (problem.placement, problem.sequence)
+
     def is_same(self, other: "_Candidate") -> bool:
         """Return whether these are the same orders of the same sequence."""
         own, theirs = self.problem, other.problem
@@ -152,6 +164,7 @@ class _Search:
         self._problems = [one for problem in problems for one in begin_with(problem)]
         self._effort = effort
         self._start = time.monotonic()
+        self._seconds = seconds
         self._deadline = self._start + seconds
         self._bounds = {_key(problem): lower_bound(problem) for problem in problems}
         # By placement, the problem that allows recomputation, if that is asked for.
@@ -175,27 +188,35 @@ class _Search:
         return Found([*self._simulated, *others], self._is_complete)
 
     def _try_all(self) -> None:
+        """Try first without recomputation, to miss nothing that is found without it; then with."""
+        kinds = [[*kind] for _, kind in groupby(self._problems, lambda one: one.may_recompute)]
+        for number, problems in enumerate(kinds, start=1):
+            self._deadline = self._start + self._seconds * number / len(kinds)
+            self._try_kind(problems)
+
+    def _try_kind(self, problems: Sequence[Problem]) -> None:
         """Try [1] registered schedules, [2] policies, [3] variations of the best, [4] moves.
 
         After [1] and [3], the best get new endings.
         """
-        for problem in self._problems:
+        for problem in problems:
             if problem.may_recompute:
                 self._try_recomputed(problem)
             else:
                 self._try_registered(problem)
                 self._try_endings(problem)
-        policies = [(problem, self._try_policies(problem)) for problem in self._problems]
-        best = min((candidate.time for candidate in self._best), default=inf)
-        varied: Counter[Placement] = Counter()
+        policies = [(problem, self._try_policies(problem)) for problem in problems]
+        may_recompute = problems[0].may_recompute
+        best = min((candidate.time for candidate in self._own(may_recompute)), default=inf)
+        varied: Counter[tuple[Placement, bool]] = Counter()
         for problem, policy in sorted(policies, key=lambda pair: self._best_of(pair[0])):
             # A placement that is much slower now will not be the best in the end.
             is_close = self._best_of(problem) <= best * _FAR_BEHIND
-            if policy is not None and is_close and varied[problem.placement] < _NUM_SEQUENCES:
-                varied[problem.placement] += 1
+            if policy is not None and is_close and varied[_key(problem)] < _NUM_SEQUENCES:
+                varied[_key(problem)] += 1
                 self._try_nearby(problem, policy)
                 self._try_endings(problem)
-        self._try_moves()
+        self._try_moves(may_recompute)
 
     def _try_registered(self, problem: Problem) -> None:
         shape = problem.placement, problem.num_microbatches
@@ -214,9 +235,10 @@ class _Search:
         """Try every registered schedule with all of its forwards recomputed, and with some."""
         shape = problem.placement, problem.num_microbatches
         if problem.better_dropped:  # Otherwise it is the same without recomputation.
-            self._simulate(SAFE, problem, least_memory(problem))
-        for name, schedule in registered(*shape):
-            orders = _split_where_quicker(problem, codes(schedule))
+            self._simulate(SAFE, problem, with_sequence(least_memory(problem), problem.sequence))
+        for name, in_order in registered(*shape):
+            orders = _split_where_quicker(problem, codes(in_order))
+            schedule = with_sequence(in_order, problem.sequence)
             fits, _ = self._simulate(f"{name}, recomputed", problem, add_recompute(schedule))
             if fits:
                 everything = [drop_all(problem, order) for order in orders]
@@ -310,10 +332,18 @@ class _Search:
         if count:
             self._note(best, count)
 
-    def _try_moves(self) -> None:
+    def _own(self, may_recompute: bool) -> list[_Candidate]:
+        """Return what walks of a kind may start from: all but the ends of other walks."""
+        return [
+            one
+            for one in self._best
+            if one.name != _MOVED or one.problem.may_recompute == may_recompute
+        ]
+
+    def _try_moves(self, may_recompute: bool) -> None:
         """Walk from several of the best orders, and finally from the best of all."""
         starts: list[_Candidate] = []
-        for candidate in sorted(self._best, key=lambda candidate: candidate.cost):
+        for candidate in sorted(self._own(may_recompute), key=lambda candidate: candidate.cost):
             # An ending is like the orders it was made for; the last walks begin with the best.
             is_new = candidate.name != _ENDINGS and not any(map(candidate.is_same, starts))
             if len(starts) < _NUM_STARTS and is_new:
@@ -324,15 +354,17 @@ class _Search:
         ]
         count = 0
         for seed, (chosen, heat, length) in enumerate(walks):
-            start = chosen or min(self._best, key=_time)
-            if not self._is_over(self._widest.get(start.problem.placement, start.problem)):
-                count += self._walk(start, heat, length, seed)
+            start = chosen or min(self._own(may_recompute), key=_time)
+            problem = self._widen(start.problem) if may_recompute else start.problem
+            if not self._is_over(problem):
+                count += self._walk(problem, start, heat, length, seed)
         if count:
-            self._note(replace(min(self._best, key=_time), name="moves"), count)
+            self._note(replace(min(self._best, key=_time), name=_MOVED), count)
 
-    def _walk(self, start: _Candidate, heat: float, length: float, seed: int) -> int:
+    def _walk(
+        self, problem: Problem, start: _Candidate, heat: float, length: float, seed: int
+    ) -> int:
         """Keep the best orders of one walk; return how many orders it tried."""
-        problem = self._widest.get(start.problem.placement, start.problem)
         # With fewer actions the walk is longer, because the best orders can be reached.
         usual = _MOVES / sum(map(len, start.orders)) ** 2
         most = _MOST_MOVES_IF_DIFFERENT if problem.sequence else _MOST_MOVES
@@ -344,10 +376,18 @@ class _Search:
             seed=seed,
             goal=-inf if problem.has_queues else self._goal(problem),
             deadline=self._deadline,
+            leeway=_LEEWAYS[seed % len(_LEEWAYS)] if problem.may_recompute else 0.0,
         )
-        self._best.append(self._rate("moves", walk.problem, walk.orders))
+        self._best.append(self._rate(_MOVED, walk.problem, walk.orders))
         self._is_complete &= walk.is_complete
         return walk.num_evaluated
+
+    def _widen(self, problem: Problem) -> Problem:
+        """Return the problem with recomputation, if that is asked for, in the same sequence."""
+        widest = self._widest.get(problem.placement, problem)
+        return replace(
+            widest, sequence=problem.sequence, turns=problem.turns, offsets=problem.offsets
+        )
 
     def _amount(self, usual: float, fewest: int, most: int) -> int:
         """Return how many to try: `usual` within its limits, times the effort."""
@@ -387,9 +427,8 @@ class _Search:
     def _best_of(self, problem: Problem) -> float:
         times = (
             found.time
-            for found in self._best
-            if found.problem is problem
-            or (problem.may_recompute and found.problem.placement == problem.placement)
+            for found in self._own(problem.may_recompute)
+            if found.problem is problem or (problem.may_recompute and found.is_within(problem))
         )
         return min(times, default=inf)
 
@@ -397,7 +436,9 @@ class _Search:
         """Return the best by the simulator, which models messages that wait for each other."""
         problem = self._problems[0]  # All problems have the same clock.
         finalists = list(self._registered)
-        for candidate in sorted(self._best, key=_time)[:_NUM_STARTS]:
+        best = sorted(self._best, key=_time)
+        plain = [one for one in best if not one.problem.may_recompute]
+        for candidate in (*best[:_NUM_STARTS], *plain[:_NUM_STARTS]):
             schedule = candidate.problem.schedule(candidate.orders)
             report = simulate(schedule, candidate.problem.costs)
             assert candidate.problem.find_excess(report) is None
@@ -416,7 +457,7 @@ class _Search:
             report=report,
             clock=problem.clock,
             lower_bound=bound,
-            tried=tuple(self._tried),
+            tried=best_of_each(self._tried),
             seconds=time.monotonic() - self._start,
             is_complete=self._is_complete,
         )
@@ -456,8 +497,3 @@ def _split_where_quicker(problem: Problem, orders: list[Order]) -> list[Order]:
                 yield code
 
     return [list(rewrite(order)) for order in orders]
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not isinstance(value, Real) or not 0 < value < inf:
-        raise ScheduleError(f"{name} is {value!r}. Expected a finite number above 0.")

@@ -9,8 +9,9 @@ for. When k of their actions of one kind have started, k of the kind they wait f
 the first k of these are now those of the first k of them. Microbatches that differ may run in any
 order on any stage.
 
-If forwards may be recomputed, microbatches are not alike: some are dropped after their forward. The
-best of the schedules with microbatches in order is then found, and its bound is for these.
+If forwards may be recomputed, microbatches are not alike, because some are dropped after their
+forward: they may run in any order too. But the names of those with the same costs do not matter, so
+their forwards on the first stage run in the order of their numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -82,10 +83,10 @@ class Model:
         cp, problem = self.cp, self._problem
         is_fused = cp.new_bool_var("") if problem.may_fuse[stage] else cp.new_constant(0)
         forward_start = self._time()
-        drop = self._make_drop(stage, forward_start, problem.forward[stage][mb])
+        drop = self._make_drop(stage, mb, forward_start)
         cell = _Cell(forward_start, self._time(), self._time(), self._time(), is_fused, *drop)
         if problem.may_drop[stage]:
-            again_end = cell.values_start + problem.recompute[stage]
+            again_end = cell.values_start + problem.recompute[stage][mb]
             cp.add(cell.backward_start >= again_end).only_enforce_if(cell.is_dropped)
         first, full = problem.backward_input[stage][mb], problem.backward[stage][mb]
         size = first + (full - first) * is_fused
@@ -100,18 +101,19 @@ class Model:
         return cell
 
     def _make_drop(
-        self, stage: StageId, forward_start: cp_model.IntVar, forward: int
+        self, stage: StageId, mb: MicrobatchId, forward_start: cp_model.IntVar
     ) -> tuple[cp_model.IntVar, cp_model.IntVar]:
         """Return `is_dropped` and `values_start`, with the time of R if there may be one."""
         cp, problem = self.cp, self._problem
         if not problem.may_drop[stage]:
             return cp.new_constant(0), forward_start
         is_dropped, values_start = cp.new_bool_var(""), self._time()
-        cp.add(values_start >= forward_start + forward).only_enforce_if(is_dropped)
+        forward_end = forward_start + problem.forward[stage][mb]
+        cp.add(values_start >= forward_end).only_enforce_if(is_dropped)
         cp.add(values_start == forward_start).only_enforce_if(~is_dropped)
         self._by_rank[problem.placement.ranks[stage]].append(
             cp.new_optional_fixed_size_interval_var(
-                values_start, problem.recompute[stage], is_dropped, ""
+                values_start, problem.recompute[stage][mb], is_dropped, ""
             )
         )
         return is_dropped, values_start
@@ -128,6 +130,8 @@ class Model:
                 self.cp.add(after.forward_start >= self._forward_end(stage, mb))
                 self.cp.add(after.backward_start >= cell.backward_end)
                 self.cp.add(after.weight_start >= self._weight_end(stage, mb))
+        for mb, later in (pair for group in self._problem.equal for pair in pairwise(group)):
+            self.cp.add(self._cells[0][later].forward_start >= self._forward_end(0, mb))
 
     def _forward_end(self, stage: StageId, mb: MicrobatchId) -> cp_model.LinearExpr:
         return self._cells[stage][mb].forward_start + self._problem.forward[stage][mb]
@@ -224,7 +228,7 @@ class Model:
         yield interval(cell.backward_start, problem.backward[stage][mb], cell.is_fused, "")
         if problem.may_drop[stage]:
             yield interval(cell.forward_start, forward, cell.is_dropped, "")
-            yield interval(cell.values_start, problem.recompute[stage], cell.is_dropped, "")
+            yield interval(cell.values_start, problem.recompute[stage][mb], cell.is_dropped, "")
 
     def _bound_time(self) -> None:
         """Bound `time` by each rank's last end, and by its head plus its work."""
@@ -238,7 +242,7 @@ class Model:
                     halves = problem.backward_input[stage][mb] + problem.backward_weight[stage][mb]
                     saving = (halves - full) * cell.is_fused
                     work.append(problem.forward[stage][mb] + halves - saving)
-                    work.append(problem.recompute[stage] * cell.is_dropped)
+                    work.append(problem.recompute[stage][mb] * cell.is_dropped)
             first = self._first_start(stages[0]) if problem.starts_count else offset
             for stage in stages:
                 for group in problem.alike:

@@ -29,6 +29,8 @@ class Incumbent:
     ) -> None:
         self.report = first
         self.lower_bound = 0.0
+        self.is_restricted = False
+        """True while only some schedules are searched, whose bounds are not those of all."""
         self._problem = problem
         self._progress = progress
         self._began = time.monotonic()
@@ -56,8 +58,8 @@ class Incumbent:
             self._tell()
 
     def raise_bound(self, bound: float) -> None:
-        """Keep a bound if it is better."""
-        if bound > self.lower_bound:
+        """Keep a bound if it is better, and holds for all schedules."""
+        if bound > self.lower_bound and not self.is_restricted:
             self.lower_bound = bound
             self._tell()
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from penstock.costs import CostTable
 from penstock.ir import MicrobatchId, Placement, Rank
 from penstock.solver.exact.whole_units import to_units
-from penstock.solver.problem import FORWARD, Problem
+from penstock.solver.problem import FORWARD, WEIGHT, Problem
 
 _MOST_TICKS = 10**7  # The longest time, if times are rounded.
 _MOST_MEMORY = 10**6  # The most that a microbatch holds on a stage, if memory is rounded.
@@ -53,7 +53,9 @@ class TickProblem:
     placement: Placement
     num_microbatches: int
     alike: tuple[tuple[MicrobatchId, ...], ...]
-    """The microbatches, in groups of those that are alike."""
+    """The microbatches, in groups of those that are alike; if some may be dropped, none are."""
+    equal: tuple[tuple[MicrobatchId, ...], ...]
+    """The same, in groups of those that have the same costs."""
     forward: tuple[Row, ...]
     backward_input: tuple[Row, ...]
     backward_weight: tuple[Row, ...]
@@ -61,7 +63,7 @@ class TickProblem:
     delay: tuple[int, ...]
     may_fuse: tuple[bool, ...]
     """By stage: True if a full backward can be better than its halves."""
-    recompute: tuple[int, ...]
+    recompute: tuple[Row, ...]
     """By stage: the time of a recomputation."""
     may_drop: tuple[bool, ...]
     """By stage: True if its forwards may be recomputed, and memory is limited there."""
@@ -89,6 +91,10 @@ class TickProblem:
         least = ceil(ticks - 1e-6) - self.num_instant - self.slack
         return max(0, ceil(least / self.ticks_per_unit)) * self.tick
 
+    def in_order(self) -> "TickProblem":
+        """Return the problem with equal microbatches in order on each stage."""
+        return replace(self, alike=self.equal)
+
     def heads(self) -> list[int]:
         """Return when the first forward of each stage can start."""
         starts = [0]
@@ -103,8 +109,8 @@ class TickProblem:
         for forwards, inputs, weights, fulls in zip(*rows, strict=True):
             halves = map(sum, zip(inputs, weights, strict=True))
             total += sum(forwards) + sum(map(max, fulls, halves))
-        for time, drops in zip(self.recompute, self.may_drop, strict=True):
-            total += self.num_microbatches * time * drops
+        for times, drops in zip(self.recompute, self.may_drop, strict=True):
+            total += sum(times) * drops
         return total + 2 * self.num_microbatches * sum(self.delay)
 
     def as_costs(self) -> CostTable:
@@ -113,14 +119,16 @@ class TickProblem:
         If microbatches differ and times were rounded, they are only close.
         """
         rows = (self.forward, self.backward_input, self.backward_weight, self.backward)
-        forward, first, second, full = ([row[0] for row in table] for table in rows)
+        forward, first, second, full, again = (
+            [row[0] for row in table] for table in (*rows, self.recompute)
+        )
         scales = [[time / row[0] for time in row] for row in self.forward]
         return CostTable(
             forward=forward,
             backward_input=first,
             backward_weight=second,
             backward=full,
-            recompute=self.recompute,
+            recompute=again,
             delay=self.delay,
             time_scale=scales if len(self.alike) > 1 else (),
         )
@@ -131,18 +139,21 @@ def to_ticks(problem: Problem) -> TickProblem:
     placement, num_microbatches = problem.placement, problem.num_microbatches
     delay, num_stages = problem.delays, placement.num_stages
     may_drop = tuple(problem.may_recompute and problem.caps[r] < inf for r in placement.ranks)
-    times = problem.named.times
-    if problem.may_recompute:  # Without those of recomputations.
-        times = times[: 4 * num_stages]
-    # Times that do not occur must not make the ticks shorter.
-    again = zip(problem.costs.recompute, times[FORWARD::4], may_drop, strict=False)
-    recompute = [time if drops else forward for time, forward, drops in again]
-    tick, ticks = to_units([*times, *delay, *recompute], _MOST_TICKS)
     # If microbatches are alike, there are times for one of them.
-    copies = 1 if problem.sequence else num_microbatches
+    num_named, copies = (num_microbatches, 1) if problem.sequence else (1, num_microbatches)
+    times = problem.named.times[: 4 * num_stages * num_named]
+    # Times that do not occur must not make the ticks shorter.
+    recompute = list(times[FORWARD::4])
+    if any(may_drop):
+        again = problem.named.times[len(times) + WEIGHT :: 4][: len(recompute)]
+        recompute = [
+            time if may_drop[number % num_stages] else recompute[number]
+            for number, time in enumerate(again)
+        ]
+    tick, ticks = to_units([*times, *delay, *recompute], _MOST_TICKS)
     num_instant = ticks[: len(times)].count(0) * copies
     if any(may_drop):
-        num_instant += ticks[-num_stages:].count(0) * num_microbatches
+        num_instant += ticks[-len(recompute) :].count(0) * copies
     scale = num_instant + 1
     scaled = [time * scale or 1 for time in ticks[: len(times)]]
     forward, first, second, full = (
@@ -157,21 +168,27 @@ def to_ticks(problem: Problem) -> TickProblem:
     )
     starts_count = bool(problem.sequence) and problem.clock == "span"
     offsets = (0.0,) * placement.num_ranks if starts_count else problem.offsets
+    equal = _equal(problem)
     in_ticks = TickProblem(
         placement=placement,
         num_microbatches=num_microbatches,
-        alike=_alike(problem),
+        alike=tuple((mb,) for mb in range(num_microbatches)) if any(may_drop) else equal,
+        equal=equal,
         forward=forward,
         backward_input=first,
         backward_weight=second,
         backward=full,
-        delay=tuple(time * scale for time in ticks[len(times) : -num_stages]),
+        delay=tuple(time * scale for time in ticks[len(times) : -len(recompute)]),
         may_fuse=tuple(
             any(map(lt, full[stage], map(add, first[stage], second[stage])))
             or problem.saves_memory(stage)
             for stage in range(num_stages)
         ),
-        recompute=tuple(time * scale or 1 for time in ticks[-num_stages:]),
+        recompute=tuple(
+            tuple(time * scale or 1 for time in ticks[stage - len(recompute) :: num_stages])
+            * copies
+            for stage in range(num_stages)
+        ),
         may_drop=may_drop,
         offsets=tuple(ceil(offset / tick * (1 - _ROUNDING)) * scale for offset in offsets),
         starts_count=starts_count,
@@ -184,14 +201,13 @@ def to_ticks(problem: Problem) -> TickProblem:
     return replace(in_ticks, memory=tuple(_memory(in_ticks, problem)))
 
 
-def _alike(problem: Problem) -> tuple[tuple[MicrobatchId, ...], ...]:
+def _equal(problem: Problem) -> tuple[tuple[MicrobatchId, ...], ...]:
     if not problem.sequence:
         return (tuple(range(problem.num_microbatches)),)
-    step, table = 4 * problem.num_stages, problem.named
-    groups: dict[object, list[MicrobatchId]] = {}
+    costs, groups = problem.costs, dict[object, list[MicrobatchId]]()
     for mb in range(problem.num_microbatches):
-        own = slice(mb * step, (mb + 1) * step)
-        groups.setdefault((table.times[own], table.changes[own]), []).append(mb)
+        paces = tuple(row[mb] for row in costs.time_scale)
+        groups.setdefault((paces, costs.memory_scale[mb : mb + 1]), []).append(mb)
     return tuple(map(tuple, groups.values()))
 
 
