@@ -6,7 +6,9 @@ from itertools import product
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from penstock import pack
 from penstock.costs import Work
@@ -74,6 +76,7 @@ def test_same_lengths_give_the_same_microbatches() -> None:
     [
         (5, 1, {}, "lengths is 5. Expected one length per document."),
         ("55", 1, {}, "lengths is '55'. Expected one length per document."),
+        (b"55", 1, {}, "lengths is b'55'. Expected one length per document."),
         ([1, 2], 0, {}, "num_microbatches is 0. Expected a whole number, at least 1."),
         ([1, 2], 3, {}, "There are 2 documents for 3 microbatches. Expected at least one for each"),
         ([1, 9], 1, {"most_tokens": 8}, "lengths[1] is 9, but most_tokens is 8. Raise it, or cut"),
@@ -92,6 +95,21 @@ def test_what_cannot_be_packed_is_refused(
 ) -> None:
     with pytest.raises(MicrobatchError, match=re.escape(message)):
         pack(lengths, count, **options)
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor, tuple, iter])
+def test_lengths_may_be_an_array_or_a_tensor(make: Any) -> None:
+    assert [[2], [0, 1]] == pack(make([3, 4, 5]), 2)
+
+
+def test_lengths_whose_squares_have_no_float_are_refused() -> None:
+    """They once ended in an OverflowError."""
+    with pytest.raises(
+        CostError, match=r"lengths\[0\] is 1e\+308\. Expected at most 1e\+15 tokens"
+    ):
+        pack([1e308, 1], 1, work=SQUARES)
+    with pytest.raises(CostError, match=r"per_square is 1e\+200\. Expected a number from 0 to 1e"):
+        Work(per_token=0, per_square=1e200)
 
 
 def test_length_that_is_no_number_of_tokens_is_refused() -> None:

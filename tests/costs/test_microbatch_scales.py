@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock import CostTable, Placement, schedules, simulate
 from penstock.costs import Work
@@ -90,7 +91,7 @@ def test_scales_are_read_with_care(changes: Any, message: str) -> None:
 
 def test_costs_with_scales_are_for_as_many_microbatches() -> None:
     schedule = schedules.get("1F1B")(num_ranks=2, num_microbatches=4)
-    message = "The costs are for 3 microbatches of different sizes, but there are 4. Give scales"
+    message = "The costs are for 3 microbatches of different sizes, but there are 4. Give a length"
     for scales in ({"time_scale": ROW}, {"memory_scale": ROW}):
         with pytest.raises(CostError, match=message):
             simulate(schedule, table(**scales))
@@ -135,6 +136,8 @@ def test_lengths_give_scales_against_the_length_that_was_measured() -> None:
 
 def test_mean_length_is_the_measured_one_if_none_is_given() -> None:
     assert (0.5, 1.5) == table().for_lengths([100, 300]).memory_scale
+    assert (0.5, 1.5) == table().for_lengths(torch.tensor([100, 300])).memory_scale
+    assert (0.5, 1.5) == table(memory_scale=torch.tensor([0.5, 1.5])).memory_scale
     given = ShareCosts().for_lengths([100, 300], Work())
     assert ((0.5, 1.5),) * 2 == given.table(Placement.linear(2)).time_scale
     same = TableCosts(table()).for_lengths([100, 300], Work())
@@ -156,6 +159,7 @@ def test_packed_documents_do_not_attend_to_each_other() -> None:
         ([[1], []], {}, "lengths[1] is empty. Expected at least one document."),
         ([1, 0], {}, "lengths[1] is 0. Expected a positive, finite number of tokens."),
         ([1, "2"], {}, "lengths[1] is '2'. Expected a number."),
+        ([1, b"2"], {}, "lengths[1] is b'2'. Expected a number."),
         ([1], {"measured_length": -2}, "measured_length is -2. Expected a positive, finite"),
         ([1], {"work": "tokens"}, "work is 'tokens'. Expected a penstock.costs.Work."),
     ],
@@ -170,8 +174,8 @@ def test_lengths_that_cannot_be_meant_are_rejected(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Work(-1), "per_token is -1. Expected a finite number, at least 0."),
-        (lambda: Work(1, float("inf")), "per_square is inf. Expected a finite number, at least 0."),
+        (lambda: Work(-1), "per_token is -1. Expected a number from 0 to 1e+15."),
+        (lambda: Work(1, float("inf")), "per_square is inf. Expected a number from 0 to 1e+15."),
         (lambda: Work(0, 0), "per_token and per_square are both 0. Expected one above 0."),
         (lambda: Work.of_transformer(0), "width is 0. Expected a whole number, at least 1."),
     ],

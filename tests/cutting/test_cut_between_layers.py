@@ -146,6 +146,21 @@ def test_model_on_the_meta_device_is_cut_without_values() -> None:
     assert stage.is_last
 
 
+def test_model_that_reads_values_on_the_meta_device_fails_with_what_to_do() -> None:
+    class Reading(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.sum().item() else -x)
+
+    with torch.device("meta"):
+        model = Reading()
+    with pytest.raises(RuntimeError, match="item") as caught:
+        cut_between_layers(model, 2, (some_tokens()[:ROWS],))
+    [note] = {*caught.value.__notes__}
+    assert note.startswith(
+        "The model ran on the meta device, where tensors have no values to read."
+    )
+
+
 def test_loss_counts_with_the_last_layer() -> None:
     tokens = some_tokens()
     loss = penstock.LayerCost("loss", 1e9, 0, 0)

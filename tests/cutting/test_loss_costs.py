@@ -155,7 +155,9 @@ def test_loss_may_take_the_output_apart() -> None:
     [
         (
             {"loss_fn": own_loss},
-            "the target of loss_fn, which is own_loss, is not known: only for losses of torch",
+            "the target of loss_fn, which is own_loss, is not known: only for losses of torch does "
+            "it follow from the output, if that is a tensor. Give the target: that of one "
+            "microbatch, and to a plan that of the whole batch.",
         ),
         ({"target": TARGET}, "target was given without loss_fn, and nothing is computed from it"),
         ({"loss_fn": "model"}, "loss_fn is 'model'. Expected a function of the output and the tar"),

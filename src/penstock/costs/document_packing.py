@@ -6,6 +6,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from penstock.costs.lengths import Work, check_length
+from penstock.costs.plain_numbers import to_lists
 from penstock.errors import MicrobatchError
 
 _CLOSE = 1 - 1e-9  # A gain below this share is rounding.
@@ -62,7 +63,8 @@ def _read(
     lengths: Any, num_microbatches: int, work: Work, most_tokens: float | None
 ) -> list[_Document]:
     """Return the documents, checked."""
-    if isinstance(lengths, str) or not isinstance(lengths, Iterable):
+    lengths = to_lists(lengths)
+    if isinstance(lengths, str | bytes) or not isinstance(lengths, Iterable):
         raise MicrobatchError(f"lengths is {lengths!r}. Expected one length per document.")
     tokens = [check_length(f"lengths[{index}]", value) for index, value in enumerate(lengths)]
     if not isinstance(num_microbatches, int) or num_microbatches < 1:

@@ -1,12 +1,14 @@
 """Microbatches by their lengths: how much work and memory they take."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeAlias
 
-from penstock.costs.plain_numbers import to_plain
-from penstock.errors import CostError
+from penstock.costs.amounts import LARGEST_AMOUNT, shortened
+from penstock.costs.plain_numbers import to_lists, to_plain
+from penstock.errors import CostError, OptionError
 
 Lengths: TypeAlias = Iterable[float | Iterable[float]]
 """By microbatch: its number of tokens, or those of each document packed in it."""
@@ -29,8 +31,10 @@ class Work:
     def __post_init__(self) -> None:
         for name in ("per_token", "per_square"):
             value = to_plain(name, getattr(self, name))
-            if not 0 <= value < inf:
-                raise CostError(f"{name} is {value}. Expected a finite number, at least 0.")
+            if not 0 <= value <= LARGEST_AMOUNT:
+                raise CostError(
+                    f"{name} is {value}. Expected a number from 0 to {LARGEST_AMOUNT:g}."
+                )
             object.__setattr__(self, name, value)
         if self.per_token == self.per_square == 0:
             raise CostError("per_token and per_square are both 0. Expected one above 0.")
@@ -54,13 +58,30 @@ class Work:
         return self.per_token * length + self.per_square * length**2
 
 
+def to_work(option: str, text: str) -> Work:
+    """Return the rule that two numbers give: the work per token and per squared length.
+
+    >>> to_work("--work", "1,0.5")(2)
+    4.0
+    """
+    parts = text.split(",")
+    with suppress(ValueError):  # As text that is not a number, or a number that Work refuses.
+        if len(parts) == 2 and all(float(part) <= LARGEST_AMOUNT for part in parts):
+            return Work(*map(float, parts))
+    raise OptionError(
+        f"{option} is {shortened(text)!r}. Expected the work per token and per squared length, at "
+        "least 0 and not both 0, such as 1,0.0002."
+    )
+
+
 def read_lengths(name: str, lengths: Any) -> list[tuple[float, ...]]:
     """Return the lengths of the documents in each microbatch, checked."""
-    if isinstance(lengths, str) or not isinstance(lengths, Iterable):
+    lengths = to_lists(lengths)
+    if isinstance(lengths, str | bytes) or not isinstance(lengths, Iterable):
         raise CostError(f"{name} is {lengths!r}. Expected one length per microbatch: give a list.")
     found = []
-    for mb, value in enumerate(lengths):
-        several = isinstance(value, Iterable) and not isinstance(value, str)
+    for mb, value in enumerate(map(to_lists, lengths)):
+        several = isinstance(value, Iterable) and not isinstance(value, str | bytes)
         each = tuple(value) if several else (value,)
         found.append(tuple(check_length(f"{name}[{mb}]", one) for one in each))
         if not each:
@@ -75,6 +96,8 @@ def check_length(name: str, length: Any) -> float:
     value = to_plain(name, length)
     if not 0 < value < inf:
         raise CostError(f"{name} is {value}. Expected a positive, finite number of tokens.")
+    if value > LARGEST_AMOUNT:
+        raise CostError(f"{name} is {value}. Expected at most {LARGEST_AMOUNT:g} tokens.")
     return value
 
 

@@ -64,7 +64,8 @@ def check_tables(tables: Mapping[Level, CostTable]) -> None:
 def mix_levels(tables: Mapping[Level, CostTable], levels: Sequence[Level]) -> CostTable:
     """Return the costs of stages with these levels, one for each stage.
 
-    An edge between two levels has the longer delay and the smaller bandwidth of the two.
+    An edge between two levels has the longer delay and the smaller bandwidth of the two. Beside
+    levels that say what dropped forwards hold, those that do not are taken to drop nothing.
 
     >>> tables = {1: CostTable.uniform(2, after_forward=4), 0.5: CostTable.uniform(2, forward=1.5)}
     >>> mix_levels(tables, [0.5, 1]).after_forward
@@ -76,6 +77,11 @@ def mix_levels(tables: Mapping[Level, CostTable], levels: Sequence[Level]) -> Co
         name: [getattr(table, name)[stage] for stage, table in enumerate(chosen)]
         for name in STAGE_COSTS
     }
+    if any(any(table.after_dropping) for table in chosen):
+        of_stages["after_dropping"] = [
+            (table.after_dropping if any(table.after_dropping) else table.after_forward)[stage]
+            for stage, table in enumerate(chosen)
+        ]
     return CostTable(
         **of_stages,
         delay=[max(a.delay[edge], b.delay[edge]) for edge, (a, b) in edges],

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any, TypeAlias
 
-from penstock.costs.plain_numbers import to_plain
+from penstock.costs.plain_numbers import to_lists, to_plain
 from penstock.errors import CostError
 
 Row: TypeAlias = tuple[float, ...]
@@ -56,11 +56,12 @@ def check_microbatches(num_scaled: int | None, num_microbatches: int) -> None:
     if num_scaled not in (None, num_microbatches):
         raise CostError(
             f"The costs are for {num_scaled} microbatches of different sizes, but there are "
-            f"{num_microbatches}. Give scales for each microbatch, or none if all are alike."
+            f"{num_microbatches}. Give a length or scale for each, or none if all are alike."
         )
 
 
 def _several(name: str, values: Any) -> Sequence[Any]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
+    values = to_lists(values)
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise CostError(f"{name} is {values!r}. Expected one number per microbatch: give a list.")
     return tuple(values)

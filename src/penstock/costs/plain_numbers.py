@@ -1,8 +1,14 @@
 """Numbers of any type as plain Python numbers."""
 
 from numbers import Real
+from typing import Any
 
 from penstock.errors import CostError
+
+
+def to_lists(values: Any) -> Any:
+    """Return an array or a tensor as lists of Python numbers, and anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def to_plain(name: str, value: float) -> float:

@@ -94,11 +94,13 @@ class Chain:
         if not is_trial:
             self._check_buffers(ranges)
         tied = self._tied(ranges)
+        keywords = frozenset[str]().union(*map(_keywords, self.layers))
         stages = []
         for stage, indices in enumerate(ranges):
             copied = {t for t, holders in tied.items() if stage in holders[1:]}
-            stages.append(self._stage(stage, indices, copied))
-        by_stage = [self._names_of(indices, tied) for indices in ranges]
+            stages.append(self._stage(stage, indices, copied, keywords))
+        names = Names(self.model)
+        by_stage = [self._names_of(indices, tied, names) for indices in ranges]
         return CutModel(stages, by_stage, [self.names[begin] for begin in begins[1:]])
 
     def _check_buffers(self, ranges: Sequence[range]) -> None:
@@ -124,9 +126,8 @@ class Chain:
                 holders[parameter].append(stage)
         return {tensor: stages for tensor, stages in holders.items() if len(stages) > 1}
 
-    def _names_of(self, indices: range, tied: Collection[Tensor]) -> dict[str, str]:
+    def _names_of(self, indices: range, tied: Collection[Tensor], names: Names) -> dict[str, str]:
         """Map the names of tied parameters in one stage to their first names in the model."""
-        names = Names(self.model)
         found: dict[Tensor, str] = {}
         for index in indices:
             for name, parameter in _named_parameters(self.layers[index]):
@@ -134,7 +135,9 @@ class Chain:
                     found.setdefault(parameter, f"{self.names[index]}.{name}")
         return {own: names.of(parameter)[0] for parameter, own in found.items()}
 
-    def _stage(self, stage: StageId, indices: range, copied: set[Tensor]) -> "ChainStage":
+    def _stage(
+        self, stage: StageId, indices: range, copied: set[Tensor], keywords: frozenset[str]
+    ) -> "ChainStage":
         """Return a stage with the layers' own parameters, but with copies of those in `copied`."""
         # deepcopy does not copy what it finds in its memo.
         memo: dict[int, Any] = {}
@@ -146,7 +149,6 @@ class Chain:
                 memo.update({id(tensor): tensor for tensor in own})
                 layer = deepcopy(layer, memo)
             layers.append((self.names[index], layer))
-        keywords = frozenset[str]().union(*map(_keywords, self.layers))
         return ChainStage(stage, layers, keywords, self.model.training)
 
 

@@ -143,6 +143,7 @@ class CutModel:
         group: GroupOrMesh = None,
         *,
         dynamic_shapes: bool = False,
+        recomputed: Sequence[str] | None = None,
         buffers: Mapping[str, Tensor] | None = None,
         kind: type[PipelineStage] = PipelineStage,
     ) -> PipelineStage:
@@ -150,7 +151,8 @@ class CutModel:
 
         The stage does not hold the other ones: drop the cut model and the model to free them. For
         a model that was cut on the meta device, `buffers` has the values of this stage's buffers
-        that are not in a state dict. `kind` is the class of the stage.
+        that are not in a state dict. `recomputed` names the parts of the stage that recomputations
+        run again; a stage that was traced has none. `kind` is the class of the stage.
         """
         module = self.get_stage_module(stage_index)
         self._set_buffers(stage_index, module, buffers or {})
@@ -168,6 +170,7 @@ class CutModel:
             device,
             group,
             dynamic_shapes=dynamic_shapes,
+            recomputed=recomputed,
             kind=kind,
         )
 
@@ -249,6 +252,7 @@ def stage_of(
     group: GroupOrMesh = None,
     *,
     dynamic_shapes: bool = False,
+    recomputed: Sequence[str] | None = None,
     kind: type[PipelineStage] = PipelineStage,
 ) -> PipelineStage:
     """Return a stage made of one module of a cut model, which is moved to the device."""
@@ -256,8 +260,11 @@ def stage_of(
         _check_constants(stage_index, module)
         _move_operations(module, torch.device(device))
     own = info.stages[stage_index]
+    where = torch.device(device)
+    if any(tensor.device != where for tensor in (*module.parameters(), *module.buffers())):
+        module.to(device)
     return kind(
-        module.to(device),
+        module,
         stage_index,
         info.num_stages,
         device,
@@ -266,6 +273,7 @@ def stage_of(
         tied=own.ties,
         skips_in=own.skips_in,
         skips_out=own.skips_out,
+        recomputed=recomputed,
         cut=info.cut,
     )
 

@@ -13,7 +13,7 @@ from penstock.cutting.loss_costs import Loss, add_loss
 from penstock.cutting.shape_counts import LayerCost
 from penstock.errors import CostError
 from penstock.ir import Placement
-from penstock.partition import MemoryLimit, balance
+from penstock.partition import MemoryLimit, Partition, balance
 
 LOGGER = logging.getLogger("penstock")
 
@@ -33,6 +33,7 @@ class Balanced:
     With `loss_fn`, the loss counts with the last layer, unless costs are those of parameters.
     `target` is that of one microbatch, which torch's own losses do not need; the log says so if
     the loss could not be counted. `loss` is its cost, if you know that in place of both.
+    `speeds` has the speed of each rank, if they differ; `on_choice` is called with what was chosen.
     """
 
     num_stages: int
@@ -46,6 +47,8 @@ class Balanced:
     loss: LayerCost | None = None
     loss_fn: Callable[[Any, Any], Any] | None = None
     target: Any = field(default=None, repr=False, compare=False)
+    speeds: Sequence[float] | None = None
+    on_choice: Callable[[Partition], None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         Loss.of(self.loss_fn, self.target)
@@ -88,7 +91,10 @@ class Balanced:
             placement=self.placement,
             memory=self._memory(costs),
             slack=self.slack,
+            speeds=self.speeds,
         )
+        if self.on_choice is not None:
+            self.on_choice(partition)
         return partition.starts
 
     def _count(self, graph_module: fx.GraphModule, layers: Sequence[Layer]) -> Sequence[LayerCost]:

@@ -137,12 +137,19 @@ def _attribute(func: Any, hollow: Hollow) -> Any:
     device = hollow.whereabouts.device
     if name == "device":
         return device
-    if name in ("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu"):
+    if name.startswith("is_") and name.removeprefix("is_") in {*_device_types(), "meta"}:
         return device.type == name.removeprefix("is_")
     result = func(hollow.form)
     if isinstance(result, Tensor):
         return Hollow.like(result, hollow.origin, hollow.whereabouts)
     return result
+
+
+def _device_types() -> set[str]:
+    """Return the types of devices that code may name."""
+    accelerator = torch.accelerator.current_accelerator()
+    known = {"cpu", "cuda", "mps", "xpu"}
+    return known if accelerator is None else {*known, accelerator.type}
 
 
 def _writes(name: str, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
@@ -161,7 +168,7 @@ def _bare(tree: Any) -> Any:
             return _form_of(leaf)
         if isinstance(leaf, torch.device):
             return _META
-        if isinstance(leaf, str) and leaf.partition(":")[0] in ("cpu", "cuda", "mps", "xpu"):
+        if isinstance(leaf, str) and leaf.partition(":")[0] in _device_types():
             return "meta"
         return leaf
 

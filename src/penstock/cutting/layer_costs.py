@@ -25,7 +25,6 @@ from penstock.cutting.shape_counts import (
     fake_like,
 )
 from penstock.cutting.tracing import trace
-from penstock.cutting.unread_tensors import are_on_host
 from penstock.errors import CostError
 from penstock.ir import StageId
 from penstock.stage.outputs import as_arguments
@@ -110,7 +109,7 @@ def count_graph(graph_module: fx.GraphModule, layers: Sequence[Layer]) -> Counte
     """Count the costs of the layers of a traced graph."""
     with counting() as counter:
         inputs = [_fake(node) for node in graph_module.graph.find_nodes(op="placeholder")]
-        interpreter = _Counting(graph_module, counter, are_on_host=are_on_host(inputs))
+        interpreter = _Counting(graph_module, counter)
         outputs = interpreter.run(*inputs)
     costs, seen = [], set[Tensor]()
     for layer in layers:
@@ -156,7 +155,8 @@ def count_chain(chain: Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         for index, name in enumerate(chain.names):
             module = pipe.get_stage_module(index)
             own = {
-                name: counter.fake_for(t) for name, t in module.state_dict(keep_vars=True).items()
+                name: counter.fake_for(tensor)
+                for name, tensor in (*module.named_parameters(), *module.named_buffers())
             }
             outputs = functional_call(module, own, values, fake_kwargs)
             values = as_arguments(outputs)
@@ -169,11 +169,8 @@ def count_chain(chain: Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 class _Counting(fx.Interpreter):
     """An interpreter that runs a graph and records the counts of each node."""
 
-    def __init__(
-        self, graph_module: fx.GraphModule, counter: Counter, *, are_on_host: bool
-    ) -> None:
+    def __init__(self, graph_module: fx.GraphModule, counter: Counter) -> None:
         super().__init__(graph_module)
-        self._are_on_host = are_on_host
         self.counts: dict[Node, tuple[int, int]] = {}
         self.attributes: dict[Node, Any] = {}
         self._counter = counter
@@ -183,8 +180,14 @@ class _Counting(fx.Interpreter):
         self.counts[n] = self._counter.take()
         if n.op == "get_attr" and isinstance(result, Tensor):
             self.attributes[n] = result
-            return self._counter.fake_for(result, is_on_host=self._are_on_host)
+            return self._counter.fake_for(result)
         return result
+
+    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Make on the CPU what a model that was traced on the meta device makes there."""
+        if kwargs.get("device") == torch.device("meta"):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return super().call_function(target, args, kwargs)
 
 
 def _fake(node: Node) -> Any:

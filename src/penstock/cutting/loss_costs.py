@@ -20,7 +20,6 @@ from penstock.cutting.shape_counts import (
     counting_saved,
     fake_like,
 )
-from penstock.cutting.unread_tensors import are_on_host
 from penstock.errors import CostError
 from penstock.stage.passage import needs_grad
 from penstock.torch_private import TorchDispatchMode, pytree
@@ -137,8 +136,8 @@ class Loss:
             name = getattr(function, "__qualname__", type(function).__qualname__)
             raise CostError(
                 f"the target of loss_fn, which is {name}, is not known: only for losses of torch "
-                "does it follow from the output, if that is a tensor. Give the target of one "
-                "microbatch."
+                "does it follow from the output, if that is a tensor. Give the target: that "
+                "of one microbatch, and to a plan that of the whole batch."
             )
         return target
 
@@ -160,9 +159,8 @@ def count_loss(
     assert loss is not None
     with counting() as counter:
         args, kwargs = pytree.tree_map_only(Tensor, fake_like, (mb_args, mb_kwargs or {}))
-        is_on_host = are_on_host((mb_args, mb_kwargs))
         own = {
-            name: counter.fake_for(tensor, is_on_host=is_on_host)
+            name: counter.fake_for(tensor)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
         outputs = functional_call(model, own, args, kwargs)

@@ -29,7 +29,7 @@ def module_of(
     """Return the name of the linear layer or convolution whose whole forward this is, or None."""
     stack = node.meta.get("nn_module_stack")
     name = str(list(stack.values())[-1][0]) if stack else ""
-    module = modules.get(name)
+    module = modules.get(name) if name else None  # A graph cannot call the model itself.
     if module is None or _OPERATIONS.get(type(module)) is not node.target:
         return None
     if "forward" in vars(module):

@@ -18,9 +18,9 @@ from penstock.torch_private import (
 
 # A forward and the two halves of its backward do about the same work.
 _PASSES = 3
-# The number of operations a machine does in the time it takes to move a byte: about 5 on a CPU,
-# 100 and more on accelerators. It decides how much layers count that hardly compute.
-_OPERATIONS_PER_BYTE = 20
+# The number of operations that a machine does in the time in which it handles a byte that it keeps.
+# It decides how much losses count, and layers that hardly compute.
+_OPERATIONS_PER_BYTE = {"cpu": 5, "accelerator": 300}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class LayerCost:
 
 def counted(name: str, operations: int, kept: int, parameter_bytes: int) -> LayerCost:
     """Return the cost of a layer with these counts for one forward."""
-    work = _PASSES * (operations + _OPERATIONS_PER_BYTE * kept)
+    machine = "accelerator" if torch.accelerator.is_available() else "cpu"
+    work = _PASSES * (operations + _OPERATIONS_PER_BYTE[machine] * kept)
     return LayerCost(name, work, parameter_bytes, kept)
 
 
@@ -62,13 +63,10 @@ class Counter:
         """Do not count a tensor as held: something else holds it anyway."""
         self._saved.leave_out(tensor)
 
-    def fake_for(self, tensor: Tensor, *, is_on_host: bool = False) -> Tensor:
-        """Return a tensor without values for one of the model; it is not counted as held.
-
-        If `is_on_host`, a tensor on the meta device gets one on the CPU, as in the trace.
-        """
+    def fake_for(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without values for one of the model; it is not counted as held."""
         fake: Tensor = self._mode.from_tensor(tensor)
-        if is_on_host and tensor.is_meta:
+        if tensor.is_meta:
             fake = torch.empty_like(fake, device="cpu", requires_grad=tensor.requires_grad)
         self.leave_out(fake)
         return fake
@@ -94,8 +92,12 @@ def counting() -> Iterator[Counter]:
 
 
 def fake_like(tensor: Tensor, *, device: torch.device | None = None) -> Tensor:
-    """Return a tensor of the current mode, without values."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
+    """Return a tensor of the current mode, without values; on the CPU for one on meta.
+
+    On the meta device, operations such as attention compute and keep what they do nowhere else.
+    """
+    device = device or torch.device("cpu" if tensor.is_meta else tensor.device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 class Saved:

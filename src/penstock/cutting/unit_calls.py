@@ -153,10 +153,25 @@ def _record(
         own = pytree.tree_map_only(Tensor, Tensor.clone, kwargs)
         versions = {name: _versions(value) for name, value in own.items()}
         with NotingUses(known, lambda: (run.position, run.is_inside)) as uses:
-            outputs = model(**own)
+            outputs = _run(model, own)
         written = frozenset(name for name in own if _versions(own[name]) != versions[name])
         calls, is_counted = run.finish(uses.found), operations is not None
         return Recording(calls, uses.found, written, is_counted, _forms(outputs))
+
+
+def _run(model: nn.Module, kwargs: dict[str, Any]) -> Any:
+    try:
+        return model(**kwargs)
+    except Exception as exc:
+        if any(
+            tensor.is_meta for tensor in pytree.tree_leaves(kwargs) if isinstance(tensor, Tensor)
+        ):
+            exc.add_note(
+                "The model ran on the meta device, where tensors have no values to read. Leave out "
+                "of the example what the model reads, such as a mask of padding, or make the model "
+                "on a device."
+            )
+        raise
 
 
 def _versions(tree: Any) -> list[int]:
