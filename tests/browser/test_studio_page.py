@@ -43,7 +43,18 @@ PICTURE_FIELDS = {
     "memory": "3",
 }
 """Each changes the picture by itself."""
-OTHER_FIELDS = {"stages_per_rank", "overlap_saving", "clock", "units", "search"}
+OTHER_FIELDS = {
+    "stages_per_rank",
+    "overlap_saving",
+    "clock",
+    "units",
+    "search",
+    "lengths",
+    "work",
+    "recompute",
+    "recompute_time",
+    "after_dropping",
+}
 
 
 class StudioPage:
@@ -183,6 +194,42 @@ def test_searched_schedule_fits_where_others_do_not_and_can_be_drawn(page: Studi
     assert ["searched", "1F1B"] == page.shown()
     assert "penstock.search(" in page.text("#python")
     assert float(page.row("searched")[3]) <= 1.5
+
+
+def test_lengths_set_the_microbatches_and_the_picture(page: StudioPage) -> None:
+    before = canvas_digests(page.browser)
+    page.change("lengths", "4,1,1,2")
+    assert "4" == page.fields()["microbatches"]
+    alone = canvas_digests(page.browser)
+    assert before != alone
+    page.change("work", "1,0.5")
+    assert alone != canvas_digests(page.browser)
+    assert {"lengths": "4,1,1,2", "work": "1,0.5", "microbatches": "4"} == page.in_address()
+    page.change("schedule", "searched")
+    assert page.text("#said").startswith("Microbatches run in the order ")
+    page.change("microbatches", "5", state="wrong")
+    assert "lengths has 4 numbers, but there are 5 microbatches." in page.text("#lengths-problem")
+
+
+def test_lengths_in_the_address_set_the_microbatches(browser: Chrome, running: Studio) -> None:
+    page = StudioPage(browser, running, lengths="1,2,3")
+    assert "3" == page.fields()["microbatches"]
+
+
+def test_searches_may_recompute(page: StudioPage) -> None:
+    page.change("memory", "1")
+    kept = float(page.row("searched")[1])
+    page.change("recompute", "yes")
+    page.change("schedule", "searched")
+    assert "recompute" in page.text("#said")
+    assert "recomputation" in page.text("#picture")
+    quick = float(page.row("searched")[1])
+    assert quick < kept
+    page.change("recompute_time", "2")
+    slow = float(page.row("searched")[1])
+    assert quick < slow
+    page.change("after_dropping", "0.9")
+    assert slow <= float(page.row("searched")[1])
 
 
 @pytest.mark.parametrize(

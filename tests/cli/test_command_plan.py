@@ -103,8 +103,9 @@ def test_plan_prints_the_best_rows_and_writes_the_schedule() -> None:
     assert header.split() == lines[0].split()
     assert {"2", "4"} == {line.split()[2] for line in lines[1:3]}
     assert "µs" in lines[1]
-    cut = next(n for n, line in enumerate(lines) if line.startswith("The best cuts before "))
-    assert "limits the step" in lines[cut + 1]
+    cut = next(n for n, line in enumerate(lines) if line.startswith("The model is cut before "))
+    assert "Nothing is recomputed." == lines[cut + 1]
+    assert "limits the step" in lines[cut + 2]
     assert "wrote best.csv" == lines[-1]
     assert 2 == Schedule.from_csv(Path("best.csv").read_text()).num_ranks
 
@@ -123,6 +124,18 @@ def test_plan_as_json_of_a_file_with_keyword_arguments() -> None:
     assert "3 microbatches, linear: a batch of 8 cannot be cut" in left_out
     assert "limits the step" in facts["limit"]
     assert all(0 < help["gain"] < 1 for help in facts["helps"])
+
+
+def test_plan_for_lengths_prints_the_order_of_the_microbatches() -> None:
+    args = ("-p", 2, "-v", 1, "--lengths", "512,64,128,1024", "--effort", 0.02)
+    lines = run("plan", "planned_model:make", *args).lines
+    [row] = json.loads(run("plan", "planned_model:make", *args, "--json").out)["rows"]
+    assert [0, 1, 2, 3] == sorted(row["forward_order"])
+    order = ", ".join(map(str, row["forward_order"]))
+    assert any(line.startswith(f"Microbatches run in the order {order}, and") for line in lines)
+    assert row["lower_bound"] <= row["time"]
+    slower = json.loads(run("plan", "planned_model:make", *args, "--work", "1,1", "--json").out)
+    assert slower["rows"][0]["time"] > row["time"]
 
 
 def test_function_may_return_a_loss_too() -> None:

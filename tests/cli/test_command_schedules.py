@@ -185,6 +185,24 @@ def test_verify_checks_the_memory_in_microbatches_or_by_the_costs(
     assert "the rank holds 2048" in run("verify", csv, "--memory", "1KiB", "--costs", costs).error
 
 
+def test_verify_counts_long_microbatches_for_more_memory(csv: Path) -> None:
+    """Rank 0 holds microbatches 0 and 1, or later two others: at most 1,536 of 640 tokens."""
+    lengths = ("--lengths", "512,512,1024,512")
+    assert run("verify", csv, "--memory", 2.4, *lengths).lines
+    assert (
+        "the rank holds 2.4, but its memory is 2.3"
+        in run("verify", csv, "--memory", 2.3, *lengths).error
+    )
+    assert (
+        "--lengths is 5,6, but only memory grows with it. Give --memory."
+        in run("verify", csv, "--lengths", "5,6").error
+    )
+    assert (
+        "are for 2 microbatches of different sizes, but there are 4"
+        in run("verify", csv, "--memory", 2, "--lengths", "5,6").error
+    )
+
+
 def test_convert_writes_what_torch_reads(csv: Path) -> None:
     pytest.importorskip("torch.distributed.pipelining")
     from torch.distributed.pipelining.schedules import _Action

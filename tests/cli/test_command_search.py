@@ -256,3 +256,34 @@ def test_schedule_with_other_stages_gets_its_share_of_what_was_recorded(tmp_path
 def test_bytes_of_memory_without_a_file_of_costs_are_refused(command: list[str]) -> None:
     error = run(*command, "--memory", "8GiB").error
     assert error.startswith("--memory is '8GiB', but the bytes that a microbatch holds are")
+
+
+def test_compare_with_recomputation_is_for_searched_schedules() -> None:
+    args = ("compare", "-p", 2, "-m", 4, "--memory", 1, "--json")
+    kept, again = (
+        {row["name"]: row for row in json.loads(run(*args, *option).out)["schedules"]}
+        for option in ([], ["--recompute"])
+    )
+    assert again["searched"]["makespan"] < kept["searched"]["makespan"]
+    assert again["searched"]["lower_bound"] <= again["searched"]["makespan"]
+    error = run("compare", "--recompute", "--no-search").error
+    assert error.startswith("--recompute and --no-search were both given, but only searched")
+
+
+def test_schedule_that_recomputes_has_no_gap_to_a_bound_for_others(tmp_path: Path) -> None:
+    args = ("-p", 2, "-m", 4, "--memory", 1)
+    run("search", *args, "--recompute", "--effort", 0.05, "-o", tmp_path / "again.csv")
+    for option, is_known in (("--recompute", True), ("--no-search", False)):
+        ran = run("compare", tmp_path / "again.csv", *args, option, "--json")
+        [row] = [row for row in json.loads(ran.out)["schedules"] if "again" in row["name"]]
+        assert is_known == (row["gap"] is not None)
+
+
+def test_search_says_what_is_recomputed_and_the_order_of_microbatches() -> None:
+    args = ("search", "-p", 2, "--effort", 0.05)
+    assert any("recompute" in line for line in run(*args, "--recompute", "--memory", 1).lines)
+    lines = run(*args, "--lengths", "3,1,2").lines
+    assert any(line.startswith("Microbatches run in the order ") for line in lines)
+    facts = json.loads(run(*args, "--lengths", "3,1,2", "--json").out)
+    assert [0, 1, 2] == sorted(facts["forward_order"]) == sorted(facts["backward_order"])
+    assert not any(facts["recomputed"])

@@ -136,11 +136,15 @@ def test_without_a_port_another_is_taken_if_the_usual_one_is_in_use() -> None:
 
 
 def test_options_are_what_the_page_begins_with() -> None:
-    shape, costs = ("-p", 8, "-m", 32), ("--costs", "1,1,0.8", "--delay", 0.1, "--memory", 8)
-    with studio(*shape, *costs, "--port", 0) as running:
+    shape, costs = ("-p", 8, "-m", 3), ("--costs", "1,1,0.8", "--delay", 0.1, "--memory", 8)
+    sizes = ("--lengths", "512,1024,512", "--work", "1,0.5", "--recompute")
+    with studio(*shape, *costs, *sizes, "--port", 0) as running:
         assert {
             "ranks": "8",
-            "microbatches": "32",
+            "microbatches": "3",
+            "lengths": "512,1024,512",
+            "work": "1,0.5",
+            "recompute": "yes",
             "backward_weight": "0.8",
             "delay": "0.1",
             "memory": "8",
@@ -154,6 +158,8 @@ def test_costs_of_a_file_are_typed_in_along_the_model(tmp_path: Path) -> None:
         backward_weight=[0.5] * 4,
         backward=[1.25, 1.25, 1.5, 1.25],
         after_forward=[8, 4, 4, 4],
+        after_dropping=[1, 1, 2, 1],
+        recompute=[1, 2, 2, 2],
         delay=0.25,
     )
     costs.save(tmp_path / "costs.json")
@@ -166,11 +172,15 @@ def test_costs_of_a_file_are_typed_in_along_the_model(tmp_path: Path) -> None:
 
 
 def test_costs_that_the_page_has_no_fields_for_are_named(tmp_path: Path) -> None:
-    CostTable.uniform(2, during_weight=3, gather=1).save(tmp_path / "costs.json")
+    costs = CostTable.uniform(2, during_weight=3, gather=1, time_scale=[1, 2])
+    costs.save(tmp_path / "costs.json")
     with studio("--costs", tmp_path / "costs.json", "--port", 0) as running:
         assert running.process.stderr is not None
         line = running.process.stderr.readline()
-    assert "The studio does not count during_weight, gather; penstock search does.\n" == line
+    assert (
+        "The studio does not count during_weight, gather, time_scale; penstock search does.\n"
+        == line
+    )
 
 
 def test_recording_is_typed_in_with_its_shape_in_seconds(tmp_path: Path) -> None:

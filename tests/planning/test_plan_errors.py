@@ -8,6 +8,7 @@ from torch import nn
 
 import penstock
 from penstock import CostTable, LayerCost
+from penstock.costs import Work
 from penstock.errors import CostError
 
 LAYERS = [LayerCost("a", 1.0, 1.0, 1.0), LayerCost("b", 1.0, 1.0, 1.0)]
@@ -38,6 +39,12 @@ BATCH = torch.zeros(4, 2)
         (
             {"what": {}},
             "the mapping of levels is empty. Give at least one level, such as a memory budget.",
+        ),
+        ({"work": Work()}, r"work is Work\(.*\), but there are no lengths. Give lengths too."),
+        ({"lengths": 4}, "lengths is 4. Expected one length per microbatch: give a list."),
+        (
+            {"lengths": [1, 2], "microbatches": 4},
+            r"microbatches is \[4\], but 2 lengths are given. Expected one length per microbatch",
         ),
         ({"what": []}, r"The costs of layers are \[\]. Expected at least one LayerCost"),
         ({"what": [1.0]}, r"The costs of layers are \[1.0\]. Expected at least one LayerCost"),

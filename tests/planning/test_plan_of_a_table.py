@@ -103,3 +103,30 @@ def test_forwards_are_recomputed_if_the_costs_say_what_that_needs() -> None:
     with pytest.raises(ScheduleError, match=r"memory is 7 on each rank\. The smallest found"):
         penstock.plan(table(4), 2, **short)
     assert "R" in penstock.plan(costs, 2, **short).best.schedule.to_csv()
+    counts = best.recomputed
+    assert best.schedule.to_csv().count("R") == sum(counts)
+    assert any(f"{count} of 8" in best.sentences[0] for count in counts if count)
+
+
+def test_lengths_give_each_microbatch_its_size_and_the_plan_their_order() -> None:
+    lengths = [4.0, 1.0, 2.0, 1.0]
+    [row] = penstock.plan(table(), 2, batch=8, mb_size=2, lengths=lengths, effort=EFFORT).rows
+    assert table().for_lengths(lengths) == row.costs
+    assert row.forward_order != (0, 1, 2, 3)
+    assert (
+        row.time
+        < penstock.simulate(
+            penstock.schedules.get("ZB-H1")(num_ranks=2, num_microbatches=4), row.costs
+        ).makespan
+    )
+    assert row.sentences[-1].startswith("Microbatches run in the order ")
+
+
+def test_largest_microbatch_must_fit_beside_the_parameters() -> None:
+    layers = [penstock.LayerCost(f"l{n}", 3.0, 1.0, 2.0) for n in range(4)]
+    options = {"batch": 4, "mb_size": 1, "lengths": [1, 1, 1, 5], "stages_per_rank": 1}
+    # Two layers on a rank: 8 for parameters, and 2.5 times the 4 of a microbatch of mean length.
+    with pytest.raises(ScheduleError, match=r"The smallest found that fits is 18: with 4"):
+        penstock.plan(layers, 2, **options, memory=17.9, effort=EFFORT)
+    row = penstock.plan(layers, 2, **options, memory=18, effort=EFFORT).best
+    assert (18.0, 18.0) == row.memory

@@ -9,6 +9,8 @@ time 50, bound 50 over 2 choices, gap 0.00%
 microbatches  size  time  bubble  memory    gap  placement  schedule
            8     1    50   4.00%      16  0.00%  linear     ZB-H1
            4     2    52   7.69%      24  0.00%  linear     ZB-H1
+The model is cut before l2.
+Nothing is recomputed.
 left out: 3 microbatches (linear; loop, 3 per rank; V, 3 per rank): \
 a batch of 8 cannot be cut into 3 equal microbatches
 left out: 4 microbatches (loop, 3 per rank; V, 3 per rank): 4 layers cannot be cut into 6 stages
@@ -36,6 +38,16 @@ def test_schedule_without_a_name_was_searched() -> None:
     # With one microbatch at a time, no registered schedule fits.
     [row] = make_plan(memory=12, effort=0.02).rows
     assert "searched" == row.schedule_name
+
+
+def test_row_has_the_bound_of_its_own_search() -> None:
+    rows = make_plan(effort=0.02).rows
+    assert [row.result.lower_bound for row in rows] == [row.lower_bound for row in rows]
+
+
+def test_model_on_one_rank_is_not_cut() -> None:
+    row = penstock.plan(LAYERS, 1, batch=8, mb_size=1, stages_per_rank=1, effort=0.02).best
+    assert ["The model is not cut.", "Nothing is recomputed."] == row.sentences
 
 
 def test_repr_is_short() -> None:

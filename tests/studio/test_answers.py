@@ -97,6 +97,46 @@ def test_searched_schedule_is_no_slower_than_any_that_fits() -> None:
     assert "limits the step" in answers.advise(inputs, result)["advice"][0]
 
 
+def test_recomputations_of_the_searched_schedule_are_drawn_and_said() -> None:
+    fields = {"schedule": "searched", "beside": "1F1B", "memory": "1.6", "after_input": "0.4"}
+    found = picture(**fields, recompute="yes")
+    [said] = found["said"]
+    assert "recompute" in said
+    assert "of 8 forwards of" in said
+    assert "recomputation" in json.dumps(found["page"])
+    assert [] == picture(**fields)["said"]
+
+
+def test_microbatches_that_differ_are_drawn_with_their_lengths_and_order() -> None:
+    lengths = {"lengths": "3072,1024,2048,512", "microbatches": "4"}
+    found = picture(schedule="searched", beside="1F1B", **lengths)
+    [said] = found["said"]
+    assert said.startswith("Microbatches run in the order ")
+    alike, sized = (picture(schedule="1F1B", beside="", **one) for one in ({}, lengths))
+    assert alike["page"]["panels"][0] != sized["page"]["panels"][0]
+    assert [] == sized["said"]
+
+
+def test_microbatches_that_differ_may_be_recomputed() -> None:
+    fields = {"lengths": "4,1,2,1", "microbatches": "4", "ranks": "2", "memory": "2"}
+    inputs = read_inputs({**fields, "schedule": "searched", "recompute": "yes"})
+    answers.check_memory(inputs)
+    [one] = shown(replace(inputs, beside=""))
+    assert "" == one.excess
+    assert 2 == len(answers.picture(inputs, [one], "q")["said"])
+
+
+def test_bound_allows_recomputation_if_searches_do() -> None:
+    fields = {"memory": "1", "ranks": "2", "microbatches": "4", "after_input": "0.1"}
+    bounds = [
+        line["bound"]
+        for choice in ("no", "yes")
+        for line in answers.table(read_inputs({**fields, "recompute": choice}))
+        if "bound" in line
+    ]
+    assert bounds[0] != bounds[1]
+
+
 def test_table_has_every_registered_schedule_in_words() -> None:
     found = rows()
     assert names() == list(found)

@@ -15,6 +15,10 @@ from penstock.studio.typed_inputs import read_inputs
         {"schedule": "1F1B", "backward": "1.5,1.7"},
         {"schedule": "DualPipeV", "overlap_saving": "0.5", "backward_weight": "0.7"},
         {"schedule": "searched", "memory": "4,4,3,3", "clock": "span"},
+        {"lengths": "3,1,2", "microbatches": "3", "work": "1,0.5"},
+        {"schedule": "searched", "lengths": "3,1,2", "microbatches": "3", "forward": "1,1,2"},
+        {"schedule": "searched", "memory": "1.5", "recompute": "yes", "recompute_time": "0.5"},
+        {"schedule": "searched", "memory": "1.6", "recompute": "yes", "after_dropping": "0.2"},
         {"schedule": "searched", "stages_per_rank": "3", "ranks": "1", "forward": "1,5"},
     ],
 )

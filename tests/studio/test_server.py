@@ -186,3 +186,11 @@ def test_mistake_of_ours_is_told_and_printed(
     assert (500, {"problems": {"": expected}}) == (answer.status_code, answer.json())
     assert "in fail" in capsys.readouterr().err
     assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_requests_with_the_origin_of_another_site_are_refused(client: TestClient) -> None:
+    own = {"origin": "http://127.0.0.1:8787"}
+    assert 200 == client.get("/table?ranks=2", headers=own).status_code
+    for origin in ("http://example.org", "null", "http://127.0.0.1:9999"):
+        answer = client.get("/table?ranks=2", headers={"origin": origin})
+        assert 403 == answer.status_code

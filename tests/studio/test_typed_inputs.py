@@ -2,6 +2,7 @@
 
 import pytest
 
+from penstock.costs import Work
 from penstock.costs.given_costs import ShareCosts
 from penstock.errors import FieldError
 from penstock.ir import Placement
@@ -51,6 +52,27 @@ def test_defaults_are_all_right() -> None:
         ("memory", "9" * 3000, "memory is '9999999999999999999999999999999999999...'."),
         ("memory", "1e12TiB", "memory is '1e12TiB'. Expected a number above 0, up to 1e+15"),
         ("memory", "8GiB", "memory is '8GiB'. Expected a number in the unit of activation"),
+        (
+            "lengths",
+            "512,x",
+            "lengths is '512,x'. Expected the tokens of each microbatch, separated",
+        ),
+        ("lengths", "1,,2", "512,2048,1024 (at most 512)."),
+        ("lengths", "9" * 5000, "lengths is '9999999999999999999999999999999999999...'."),
+        ("lengths", ",".join("1" * 513), "lengths is '1,1,1,"),
+        ("lengths", "0,1", "lengths is '0,1'. Expected whole numbers above 0, separated by commas"),
+        (
+            "lengths",
+            "1,2,3",
+            "lengths has 3 numbers, but there are 8 microbatches. Expected one for",
+        ),
+        ("work", "", "work is ''. Expected the work per token and per squared length, at least 0"),
+        ("work", "0,0", "work is '0,0'. Expected the work per token"),
+        ("work", "1,1e16", "work is '1,1e16'. Expected the work per token"),
+        ("work", "1,0.5", "work is given, but there are no lengths. Give lengths too."),
+        ("recompute", "maybe", "recompute is 'maybe'. Expected one of no, yes."),
+        ("recompute_time", "-1", "recompute_time is '-1'. Expected a number from 0"),
+        ("after_dropping", "", "after_dropping is empty. Expected a number from 0"),
         ("clock", "sun", "clock is 'sun'. Expected one of makespan, span."),
         ("units", "feet", "units is 'feet'. Expected one of any, seconds, seconds and bytes."),
         ("search", "long", "search is 'long'. Expected one of off, quick, thorough."),
@@ -84,6 +106,22 @@ def test_numbers_that_are_wrong_by_themselves_are_not_looked_at_together() -> No
     assert {"stages_per_rank"} == {
         *problems_of(ranks="64", microbatches="256", stages_per_rank="x")
     }
+
+
+def test_lengths_are_the_sizes_of_the_microbatches() -> None:
+    inputs = read_inputs({"microbatches": "3", "lengths": "1, 2,3", "work": "1,1"})
+    expected = ShareCosts().for_lengths([1, 2, 3], Work(1, 1))
+    assert expected == inputs.question.costs
+
+
+def test_lengths_that_are_wrong_are_the_only_problem() -> None:
+    assert {"lengths"} == {*problems_of(lengths="x", work="1,1")}
+
+
+def test_recompute_is_for_searches() -> None:
+    assert [False, True] == [
+        read_inputs({"recompute": text}).question.recompute for text in ("no", "yes")
+    ]
 
 
 def test_share_may_be_all_and_nothing() -> None:
@@ -132,6 +170,8 @@ def test_fields_of_costs_are_read_as_these_costs() -> None:
         after_input=(7.0,),
         delay=0.125,
         overlap_saving=0.5,
+        recompute=(0.75, 2.0),
+        after_dropping=(0.5,),
     )
     assert costs == read_inputs(fields_of(costs)).question.costs
     assert ShareCosts() == read_inputs(fields_of(ShareCosts())).question.costs

@@ -79,8 +79,15 @@ MUTANTS = [
     ),
     (
         "planning/level_source.py",
-        "by_memory = sorted(tables, key=lambda level: sum(tables[level].after_forward))",
-        "by_memory = list(tables)",
+        "mixes = _mixes(by_memory,",
+        "mixes = _mixes(list(tables),",
+        LEVELS,
+    ),
+    ("planning/level_source.py", "in (alone, waiting)", "in (alone,)", LEVELS),
+    (
+        "costs/memory_levels.py",
+        "    if any(any(table.after_dropping) for table in chosen):",
+        "    if False:",
         LEVELS,
     ),
     ("planning/planner.py", "while more and gathered.lacks_memory:", "while False:", LAYERS),

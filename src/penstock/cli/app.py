@@ -15,6 +15,7 @@ import typer
 from penstock.cli.compare_command import compare
 from penstock.cli.convert_command import convert
 from penstock.cli.demo_command import demo
+from penstock.cli.dry_run_command import dry_run
 from penstock.cli.export_command import export
 from penstock.cli.list_command import list_schedules
 from penstock.cli.plan_command import plan
@@ -41,6 +42,7 @@ app.command()(studio)
 app.command()(compare)
 app.command()(search)
 app.command()(plan)
+app.command()(dry_run)
 app.command()(verify)
 app.command()(convert)
 app.command()(train)

@@ -20,6 +20,7 @@ from penstock.cli.options import (
     Memory,
     Microbatches,
     Ranks,
+    Recompute,
     StagesPerRank,
     WorkText,
 )
@@ -48,6 +49,7 @@ def compare(
     work: WorkText = None,
     gather_costs: GatherCosts = None,
     gathers: GathersOrAuto = None,
+    recompute: Recompute = False,
     memory: Memory = None,
     clock: ClockName = "makespan",
     search: Annotated[bool, typer.Option(help="Search for better schedules too.")] = True,
@@ -59,13 +61,20 @@ def compare(
 
     The gap is how much slower a schedule is than a time that no schedule with its placement can
     beat. Schedules that exceed the memory, or do not fit the numbers, come last with the reason.
+    With --recompute, searched schedules may recompute forwards.
 
     \b
     penstock compare -p 4 -m 8
     penstock compare -p 8 -m 32 --costs 1,1,0.8 --delay 0.1 --memory 8
     penstock compare best.csv --costs costs.json --clock span
     penstock compare --gathers auto --gather-costs 0.5,0.5,2 --memory 6
+    penstock compare --recompute --memory 3 --lengths 512,2048,1024,512
     """
+    if recompute and not search:
+        raise OptionError(
+            "--recompute and --no-search were both given, but only searched schedules recompute. "
+            "Leave one of them out."
+        )
     sizes = read_lengths(lengths, work)
     shape = ShapeOptions(ranks, microbatches, None, sizes.num_microbatches)
     named = None if costs is None else read_costs(costs, delay)
@@ -76,7 +85,8 @@ def compare(
         _check_same(one, *numbers)
     count = choose_stages_per_rank(chosen, numbers[0], stages_per_rank)
     caps = to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
-    comparison = Comparison(Question(chosen, *numbers, caps, clock, read_gathers(gathers)))
+    policy = read_gathers(gathers)
+    comparison = Comparison(Question(chosen, *numbers, caps, clock, policy, recompute))
     for one in given:
         comparison.add(one.name, one.schedule)
     for generator in REGISTRY:

@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 from penstock.costs import Work
-from penstock.costs.amounts import to_counts, to_times
+from penstock.costs.amounts import to_counts
 from penstock.costs.given_costs import GivenCosts
-from penstock.errors import CostError, OptionError
+from penstock.costs.lengths import to_work
+from penstock.errors import OptionError
 
 
 class LengthsOption(NamedTuple):
@@ -28,19 +29,6 @@ def read_lengths(lengths: str | None, work: str | None) -> LengthsOption:
     """Return the lengths and the rule of work that the options give."""
     if work is not None and lengths is None:
         raise OptionError(f"--work is {work}, but there are no lengths. Give --lengths too.")
-    return LengthsOption(to_counts("--lengths", lengths), _read_work(work))
-
-
-def _read_work(text: str | None) -> Work:
-    if text is None:
-        return Work()
-    numbers = to_times(f"{text},0")
-    try:
-        if numbers is not None:
-            return Work(*numbers[:2])
-    except CostError:
-        pass  # A number is negative or infinite, or both are 0.
-    raise OptionError(
-        f"--work is {text!r}. Expected the work per token and per squared length, at least 0 and "
-        "not both 0, such as 1,0.0002."
+    return LengthsOption(
+        to_counts("--lengths", lengths), Work() if work is None else to_work("--work", work)
     )

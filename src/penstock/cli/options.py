@@ -89,6 +89,14 @@ GathersOrAuto: TypeAlias = Annotated[
         "early, such as per-need,ahead:2; or by the best policy within the memory: auto.",
     ),
 ]
+Recompute: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--recompute",
+        help="Let searches recompute forwards for their backwards where that saves time within the "
+        "memory.",
+    ),
+]
 Memory: TypeAlias = Annotated[
     str | None,
     typer.Option(

@@ -1,90 +1,66 @@
 """`penstock plan`: choose the cut, the number of microbatches and the schedule for a model."""
 
 import logging
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.facts import advice_facts
 from penstock.cli.files import PIPE, check_output, write_text
+from penstock.cli.lengths_option import read_lengths
 from penstock.cli.levels_option import LevelTexts, read_levels
-from penstock.cli.options import AsJson, Effort, Output, Seconds
+from penstock.cli.made_model import make_given
+from penstock.cli.options import AsJson, Effort, LengthsText, Output, Seconds, WorkText
+from penstock.cli.plan_options import (
+    Batch,
+    LeastDelay,
+    Measure,
+    MicrobatchChoices,
+    MicrobatchSize,
+    ModelFunction,
+    NumRanks,
+    Overhead,
+    RankMemory,
+    SaveCosts,
+    Speed,
+    StageChoices,
+)
 from penstock.cli.screen import print_json, print_table, sign_of_life
 from penstock.costs.amounts import to_amount, to_counts
 from penstock.costs.memory_levels import describe_levels
 from penstock.costs.units import MemoryUnit, TimeUnit, in_memory, in_time
 from penstock.errors import OptionError
 from penstock.solver.placement_choices import describe
-from penstock.user_code import errors_in_one_line, load_function
+from penstock.user_code import errors_in_one_line
 
 if TYPE_CHECKING:  # torch is loaded when the command runs.
-    from torch import nn
-
     from penstock.planning import Plan, PlanRow
 
 
 def plan(
-    function: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODULE:FUNCTION",
-            help="Function that makes the model; FILE.py:… works too. Or give --level.",
-            show_default=False,
-        ),
-    ] = None,
-    ranks: Annotated[
-        int, typer.Option("--ranks", "-p", metavar="N", min=1, help="Number of ranks.")
-    ] = 4,
-    memory: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Memory of each rank, such as 8GiB.")
-    ] = None,
-    microbatches: Annotated[
-        str | None,
-        typer.Option(
-            "--microbatches", "-m", metavar="N,...", help="Numbers to choose from, such as 8,16."
-        ),
-    ] = None,
-    stages_per_rank: Annotated[
-        str,
-        typer.Option("--stages-per-rank", "-v", metavar="N,...", help="Numbers to choose from."),
-    ] = "1,2",
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure layers here; otherwise count operations.")
-    ] = False,
-    speed: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Operations that a rank does per second, such as 1e14."),
-    ] = None,
-    delay: Annotated[
-        float, typer.Option(metavar="TIME", min=0, help="Least time of a message.")
-    ] = 0.0,
-    overhead: Annotated[
-        float, typer.Option(metavar="TIME", min=0, help="Time of an action besides its work.")
-    ] = 0.0,
+    function: ModelFunction = None,
+    ranks: NumRanks = 4,
+    memory: RankMemory = None,
+    microbatches: MicrobatchChoices = None,
+    lengths: LengthsText = None,
+    work: WorkText = None,
+    stages_per_rank: StageChoices = "1,2",
+    measure: Measure = False,
+    speed: Speed = None,
+    delay: LeastDelay = 0.0,
+    overhead: Overhead = 0.0,
     level: LevelTexts = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Number of samples in a batch, with --level."),
-    ] = None,
-    mb_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Number of samples in the microbatches of the files."
-        ),
-    ] = None,
+    batch: Batch = None,
+    mb_size: MicrobatchSize = None,
     seconds: Seconds = 60.0,
     effort: Effort = 1.0,
     output: Output = None,
-    save_costs: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="File for the costs of the stages, for show."),
-    ] = None,
+    save_costs: SaveCosts = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan how to cut a model, and how to train it.
 
-    Prints the best cuts, numbers of microbatches and schedules, what limits the best, and what
-    would help; the machines are not needed yet.
+    Prints the best cuts, numbers of microbatches and schedules; what the best recomputes, the order
+    of its microbatches if --lengths are given, what limits it, and what would help. The machines
+    are not needed yet.
 
     FUNCTION takes no argument and returns the model and its arguments for a whole batch, as
     (model, args) or (model, args, kwargs). A loss function and a target may follow, which count
@@ -105,7 +81,10 @@ def plan(
         raise OptionError("--json and --output - would both print. Give one of them.")
     check_output(output)
     check_output(save_costs, option="--save-costs")
+    sizes = read_lengths(lengths, work)
     options: dict[str, Any] = {
+        "lengths": sizes.lengths,
+        "work": None if work is None else sizes.work,
         "memory": None if memory is None else to_amount("--memory", memory),
         "microbatches": to_counts("--microbatches", microbatches),
         "stages_per_rank": to_counts("--stages-per-rank", stages_per_rank),
@@ -166,10 +145,7 @@ def _plan(name: str, num_ranks: int, options: dict[str, Any]) -> "Plan":
     from penstock.planning import plan as make_plan
     from penstock.torch_private import FAKE_TENSOR_LOGGER
 
-    function = load_function(name)
-    with errors_in_one_line(f"{name} failed"):
-        made = function()
-    model, question = _check_made(name, made)
+    model, question = make_given(name)
     # torch would log in many lines an error that we print in one; --debug shows the traceback.
     logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
     with errors_in_one_line("The model failed"):
@@ -180,40 +156,6 @@ def _plan_levels(texts: list[str], num_ranks: int, options: dict[str, Any]) -> "
     from penstock.planning import plan as make_plan
 
     return make_plan(read_levels(texts), num_ranks, **options)
-
-
-def _check_made(name: str, made: Any) -> tuple["nn.Module", dict[str, Any]]:
-    """Return the model, and what the planner is to be given about it, after checking them."""
-    from torch import Tensor, nn
-
-    kwargs: Any = {}
-    loss_fn: Any = None
-    target: Any = None
-    match made:
-        case (nn.Module() as model, args):
-            pass
-        case (nn.Module() as model, args, dict() as kwargs):
-            pass
-        case (nn.Module() as model, args, dict() as kwargs, loss_fn):
-            pass
-        case (nn.Module() as model, args, dict() as kwargs, loss_fn, target):
-            pass
-        case _:
-            inside = made if isinstance(made, tuple) else (made,)
-            types = ", ".join(type(value).__name__ for value in inside)
-            raise OptionError(
-                f"{name} returned {f'({types})' if isinstance(made, tuple) else types}. Expected "
-                "(model, args) or (model, args, kwargs), with a torch.nn.Module and its arguments "
-                "for a whole batch; after these, loss_fn, or loss_fn and target."
-            )
-    if isinstance(args, Tensor):
-        args = (args,)
-    if not isinstance(args, tuple | list):
-        raise OptionError(
-            f"{name} returned a {type(args).__name__} as the arguments of the model. Expected a "
-            "tuple of its arguments for a whole batch."
-        )
-    return model, {"batch": tuple(args), "kwargs": kwargs, "loss_fn": loss_fn, "target": target}
 
 
 def _print(found: "Plan", unit: TimeUnit, memory_unit: MemoryUnit) -> None:
@@ -240,8 +182,7 @@ def _print(found: "Plan", unit: TimeUnit, memory_unit: MemoryUnit) -> None:
         f"No schedule for any of the {found.num_considered} choices is faster than "
         f"{in_time(found.lower_bound, unit)}: gap {found.gap:.2%}{stopped}."
     )
-    if not has_levels:
-        print(f"The best cuts before {', '.join(found.best.cut_points) or 'nothing'}.")
+    print(*found.best.sentences, sep="\n")
     for choice in found.left_out:
         where = describe(choice.placement)
         print(f"left out: {choice.num_microbatches} microbatches, {where}: {choice.reason}")
@@ -273,9 +214,13 @@ def _row_facts(row: "PlanRow") -> dict[str, Any]:
         "mb_size": row.mb_size,
         "time": row.time,
         "bubble": row.bubble,
+        "lower_bound": row.lower_bound,
         "gap": row.gap,
         "memory": row.memory,
         "cut_points": row.cut_points,
         "levels": row.levels,
+        "recomputed": row.recomputed,
+        "forward_order": row.forward_order,
+        "backward_order": row.backward_order,
         "schedule": row.schedule.to_csv(),
     }

@@ -25,6 +25,7 @@ from penstock.cli.options import (
     Microbatches,
     Output,
     Ranks,
+    Recompute,
     Seconds,
     WorkText,
 )
@@ -36,6 +37,7 @@ from penstock.errors import OptionError
 from penstock.ir import Placement
 from penstock.solver import SearchResult
 from penstock.solver.best_schedule import advise_on, find_best
+from penstock.solver.chosen_orders import describe_order, describe_recomputed
 from penstock.solver.placement_choices import default_placements, describe
 from penstock.solver.question import Question
 
@@ -68,13 +70,7 @@ def search(
     work: WorkText = None,
     gather_costs: GatherCosts = None,
     gathers: GathersOrAuto = None,
-    recompute: Annotated[
-        bool,
-        typer.Option(
-            "--recompute",
-            help="Recompute forwards for their backwards where that saves time within the memory.",
-        ),
-    ] = False,
+    recompute: Recompute = False,
     memory: Memory = None,
     placement: Annotated[
         list[PlacementName] | None,
@@ -176,6 +172,10 @@ def _print(found: SearchResult, unit: TimeUnit) -> None:
         f"{report.peak_memory:.5g}, {describe(found.schedule.placement)}"
     )
     print(f"bound: {in_time(found.lower_bound, unit)}, gap {found.gap:.2%}{stopped}")
+    if found.recompute:
+        print(describe_recomputed(found.schedule))
+    if report.costs.num_microbatches is not None:
+        print(describe_order(found.schedule))
 
 
 def _facts(found: SearchResult) -> dict[str, Any]:
@@ -189,6 +189,9 @@ def _facts(found: SearchResult) -> dict[str, Any]:
         "placement": describe(found.schedule.placement),
         "is_complete": found.is_complete,
         "seconds": found.seconds,
+        "recomputed": found.recomputed,
+        "forward_order": found.forward_order,
+        "backward_order": found.backward_order,
         "tried": [
             {
                 "name": tried.name,

@@ -7,10 +7,11 @@ import typer
 
 from penstock.cli.costs_option import read_costs, with_gather_costs
 from penstock.cli.given import Given, describe_shape, read_file
-from penstock.cli.options import CostsText, GatherCosts, Memory
+from penstock.cli.lengths_option import read_lengths
+from penstock.cli.options import CostsText, GatherCosts, LengthsText, Memory
 from penstock.costs.amounts import to_caps
 from penstock.costs.given_costs import GivenCosts, ShareCosts
-from penstock.errors import PipelineError, ScheduleError
+from penstock.errors import OptionError, PipelineError, ScheduleError
 from penstock.passes import verify as check
 
 
@@ -19,6 +20,7 @@ def verify(
     costs: CostsText = None,
     gather_costs: GatherCosts = None,
     memory: Memory = None,
+    lengths: LengthsText = None,
 ) -> None:
     """Prove that schedules can be run.
 
@@ -32,8 +34,11 @@ def verify(
     penstock verify schedules/*.csv --memory 4
     penstock convert ZB-V | penstock verify -
     """
-    chosen = with_gather_costs(read_costs(costs, None), gather_costs)
-    caps = to_caps(memory, in_microbatches=isinstance(chosen, ShareCosts))
+    if lengths is not None and memory is None:
+        raise OptionError(f"--lengths is {lengths}, but only memory grows with it. Give --memory.")
+    plain = with_gather_costs(read_costs(costs, None), gather_costs)
+    chosen = read_lengths(lengths, None).apply(plain)
+    caps = to_caps(memory, in_microbatches=isinstance(plain, ShareCosts))
     failed: PipelineError | None = None
     for path in files:
         try:

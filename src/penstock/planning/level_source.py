@@ -1,5 +1,8 @@
 """Stages whose memory levels are chosen: each keeps more activations, or computes more again.
 
+A level may also say what recomputed forwards hold, so that levels differ in the parts of a stage
+that are recomputed; the search then decides for which microbatches they are.
+
 An early stage holds more microbatches than a late one, since their backwards come back later. So
 memory is best saved on early stages: beside uniform levels, mixes are tried in which no stage has
 a level of less memory than the stage before it. If there are few mixes in all, each is tried.
@@ -23,6 +26,7 @@ from penstock.planning.stage_sources import (
     least_memory,
 )
 from penstock.solver import Problem
+from penstock.solver.problem_checks import check_recompute
 
 _FEWEST_MIXES, _MOST_MIXES = 16, 256
 _ACTIONS = 50_000  # The actions in all mixes; bounds for them take about a second.
@@ -57,12 +61,16 @@ class LevelSource(AbstractSource):
     def choices(self, num_microbatches: int, placement: Placement) -> list[Choice] | Refusal:
         tables = {level: source.costs(num_microbatches) for level, source in self._sources.items()}
         stages = range(placement.num_stages)
-        needed = {level: _least_by_stage(table) for level, table in tables.items()}
-        lightest = tuple(min(tables, key=lambda level: needed[level][s]) for s in stages)
-        least = least_memory(mix_levels(tables, lightest), placement)
+        lightest, least = _lightest(tables, placement)
         if least > self._request.memory * ROUNDING:
             return Refusal.for_memory(least, ())
-        by_memory = sorted(tables, key=lambda level: sum(tables[level].after_forward))
+        by_memory = sorted(
+            tables,
+            key=lambda level: (
+                sum(_held_by_stage(tables[level])),
+                sum(tables[level].after_forward),
+            ),
+        )
         most = _ACTIONS // (placement.num_stages * num_microbatches)
         mixes = _mixes(by_memory, len(stages), min(max(most, _FEWEST_MIXES), _MOST_MIXES))
         found = []
@@ -75,9 +83,34 @@ class LevelSource(AbstractSource):
         return found
 
 
+def _lightest(
+    tables: Mapping[Level, CostTable], placement: Placement
+) -> tuple[tuple[Level, ...], float]:
+    """Return the levels by which one microbatch at a time fits in the least memory, and that.
+
+    They are those with which it fits on each stage alone, or with which stages hold least while
+    other stages of the rank run.
+    """
+    alone = {level: _least_by_stage(table) for level, table in tables.items()}
+    waiting = {level: _held_by_stage(table) for level, table in tables.items()}
+    found = [
+        tuple(min(tables, key=lambda level: needed[level][s]) for s in range(placement.num_stages))
+        for needed in (alone, waiting)
+    ]
+    least = {levels: least_memory(mix_levels(tables, levels), placement) for levels in found}
+    return min(least.items(), key=lambda pair: pair[1])
+
+
 def _least_by_stage(costs: CostTable) -> tuple[float, ...]:
     """Return the memory with which one microbatch at a time fits on each stage alone."""
-    return Problem.of(costs, Placement.linear(costs.num_stages), 1).smallest_caps
+    recompute = check_recompute("auto", costs)
+    placement = Placement.linear(costs.num_stages)
+    return Problem.of(costs, placement, 1, recompute=recompute).smallest_caps
+
+
+def _held_by_stage(costs: CostTable) -> tuple[float, ...]:
+    """Return what a microbatch holds on each stage, dropped where that is possible."""
+    return costs.after_dropping if check_recompute("auto", costs) else costs.after_forward
 
 
 def _mixes(levels: Sequence[Level], num_stages: int, most: int) -> Iterator[tuple[Level, ...]]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from penstock.costs import CostTable, Level
 from penstock.costs.memory_levels import describe_levels
 from penstock.cutting import SplitPoint
-from penstock.ir import Placement, Schedule
+from penstock.ir import MicrobatchId, Placement, Schedule
 from penstock.partition import Partition
 from penstock.solver import SearchResult
 from penstock.solver.advice import Advice
+from penstock.solver.chosen_orders import describe_order, describe_recomputed
 from penstock.solver.placement_choices import describe
 from penstock.solver.registered_schedules import registered
 
@@ -70,6 +71,37 @@ class PlanRow:
     def gap(self) -> float:
         """The gap of the schedule to the bound: see `SearchResult`."""
         return self.result.gap
+
+    @property
+    def lower_bound(self) -> float:
+        """A time that no schedule for this cut and number of microbatches can beat."""
+        return self.result.lower_bound
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The number of microbatches whose forwards are recomputed, for each stage."""
+        return self.result.recomputed
+
+    @property
+    def forward_order(self) -> tuple[MicrobatchId, ...]:
+        """The microbatches in the order of their forwards on the first stage."""
+        return self.result.forward_order
+
+    @property
+    def backward_order(self) -> tuple[MicrobatchId, ...]:
+        """The microbatches in the order of their backwards on the first stage."""
+        return self.result.backward_order
+
+    @property
+    def sentences(self) -> list[str]:
+        """The cut, what is recomputed, and the order of microbatches that differ, in words."""
+        found = [describe_recomputed(self.schedule)]
+        if self.costs.num_microbatches is not None:
+            found.append(describe_order(self.schedule))
+        if self.partition is None:  # The stages were given.
+            return found
+        cut = f"cut before {', '.join(self.cut_points)}" if self.cut_points else "not cut"
+        return [f"The model is {cut}.", *found]
 
     @property
     def memory(self) -> tuple[float, ...]:
@@ -148,6 +180,7 @@ class Plan:
                 f"time {self.best.time:.5g}, bound {self.lower_bound:.5g} over "
                 f"{self.num_considered} choices, gap {self.gap:.2%}{stopped}",
                 *_align([(*numbers, *words), *rows], num_numbers=len(numbers)),
+                *self.best.sentences,
                 *_reasons(self.left_out),
             ]
         )

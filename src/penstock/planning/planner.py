@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.costs import CostTable, Level
+from penstock.costs import CostTable, Level, Work
+from penstock.costs.lengths import Lengths
 from penstock.cutting import LayerCost
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Placement
@@ -17,9 +18,10 @@ from penstock.planning.layer_source import LayerSource
 from penstock.planning.level_source import LevelSource
 from penstock.planning.microbatch_counts import choose_counts, larger_counts
 from penstock.planning.plan_table import LeftOut, Plan, PlanRow
+from penstock.planning.sized_source import SizedSource
 from penstock.planning.stage_sources import AbstractSource, Choice, Refusal, Request, TableSource
 from penstock.solver.placement_choices import describe
-from penstock.solver.problem import in_full
+from penstock.solver.shortage import in_full
 
 
 def plan(
@@ -31,6 +33,8 @@ def plan(
     mb_size: int | None = None,
     memory: float | None = None,
     microbatches: int | Iterable[int] | None = None,
+    lengths: Lengths | None = None,
+    work: Work | None = None,
     stages_per_rank: int | Iterable[int] = (1, 2),
     layers: Sequence[Any] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -59,7 +63,9 @@ def plan(
     Each rank has `memory`, of which parameters take `bytes_per_parameter_byte` times their size.
     The default counts each parameter, its gradient and Adam's two moments.
     `microbatches` are the numbers to choose from. The default is some divisors of the batch size,
-    and larger ones only if nothing else fits.
+    and larger ones only if nothing else fits. If microbatches differ, `lengths` has the tokens of
+    each, and `work` the rule for their times, as in `CostTable.for_lengths`; the plan then has as
+    many microbatches, and says in which order they run.
     A message between ranks takes at least `delay`. `overhead` is the part of an action's time that
     does not depend on the size of its microbatch. It is added to the times of layers; the times of
     a table already include it.
@@ -84,13 +90,11 @@ def plan(
         effort=to_amount("effort", effort, above_zero=True),
         keep=to_count("keep", keep),
     )
-    source: AbstractSource
     if isinstance(what, nn.Module):
-        _refuse(
-            "mb_size", mb_size, "A model is given the whole batch, which is cut into microbatches."
-        )
+        reason = "A model is given the whole batch, which is cut into microbatches."
+        _refuse("mb_size", mb_size, reason)
         own = _read_model(what, batch, kwargs, layers, measure, speed, loss_fn, target)
-        source = LayerSource(own, request)
+        source: AbstractSource = LayerSource(own, request)
     else:
         given: dict[str, object] = {"kwargs": kwargs, "layers": layers, "loss_fn": loss_fn}
         given |= {"target": target, "measure": measure or None, "speed": speed}
@@ -98,10 +102,8 @@ def plan(
             _refuse(name, value, "It is for a model, but costs were given.")
         source = _read_costs(what, batch, mb_size, request)
     wanted = None if microbatches is None else to_counts("microbatches", microbatches)
-    gathered = _gather(source, wanted, request.num_ranks)
-    if not gathered.choices:
-        raise _no_plan(gathered.refused, source.batch_size, request.memory)
-    return gathered.plan(limits)
+    source, wanted = _with_lengths(source, lengths, work, wanted, request.memory)
+    return _gather(source, wanted, request).plan(limits)
 
 
 def _read_model(
@@ -143,6 +145,28 @@ def _read_costs(what: Any, batch: Any, mb_size: int | None, request: Request) ->
     if isinstance(what, Mapping):
         return LevelSource(what, *sizes, request)
     return LayerSource(GivenLayers(what, *sizes), request)
+
+
+def _with_lengths(
+    source: AbstractSource,
+    lengths: Lengths | None,
+    work: Work | None,
+    wanted: list[int] | None,
+    memory: float,
+) -> tuple[AbstractSource, list[int] | None]:
+    """Return the source and the number of microbatches for these lengths, if they are given."""
+    if lengths is None:
+        if work is not None:
+            raise CostError(f"work is {work!r}, but there are no lengths. Give lengths too.")
+        return source, wanted
+    sized = SizedSource(source, lengths, work or Work(), memory)
+    count = sized.num_microbatches
+    if wanted not in (None, [count]):
+        raise CostError(
+            f"microbatches is {wanted}, but {count} lengths are given. Expected one length per "
+            "microbatch: leave microbatches out."
+        )
+    return sized, [count]
 
 
 def _refuse(name: str, value: object, reason: str) -> None:
@@ -190,14 +214,19 @@ class _Gathered:
         )
 
 
-def _gather(source: AbstractSource, wanted: list[int] | None, num_ranks: int) -> _Gathered:
-    """Return the choices for the numbers of microbatches `wanted`, or for suitable ones."""
+def _gather(source: AbstractSource, wanted: list[int] | None, request: Request) -> _Gathered:
+    """Return the choices for the numbers of microbatches `wanted`, or for suitable ones.
+
+    Raise an error if there are none.
+    """
     gathered = _Gathered(source)
-    counts = wanted or choose_counts(source.batch_size, num_ranks)
+    counts = wanted or choose_counts(source.batch_size, request.num_ranks)
     gathered.add(counts)
     more = larger_counts(source.batch_size, counts[-1]) if wanted is None else []
     while more and gathered.lacks_memory:
         gathered.add([more.pop(0)])
+    if not gathered.choices:
+        raise _no_plan(gathered.refused, source.batch_size, request.memory)
     return gathered
 
 

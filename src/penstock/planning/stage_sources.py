@@ -95,7 +95,8 @@ class TableSource(AbstractSource):
         if table.num_microbatches is not None:
             raise CostError(
                 f"The costs have scales for {table.num_microbatches} microbatches. A plan chooses "
-                "the number of microbatches, all of one size: give costs without scales."
+                "the number of microbatches, all of one size: give costs without scales, and "
+                "lengths if microbatches differ."
             )
         self._table, self._mb_size, self._batch_size = table, mb_size, batch_size
         self._request = request

@@ -15,10 +15,11 @@ from penstock.schedules import REGISTRY, get
 from penstock.sim import simulate
 from penstock.solver import SearchResult
 from penstock.solver.best_schedule import advise_on, find_best
+from penstock.solver.chosen_orders import describe_order, describe_recomputed
 from penstock.solver.comparison import SEARCHED, Comparison, Row
 from penstock.solver.placement_choices import default_placements, describe
-from penstock.solver.problem import nothing_fits
 from penstock.solver.question import Question
+from penstock.solver.shortage import nothing_fits
 from penstock.studio.generated_python import python_text
 from penstock.studio.typed_inputs import Inputs
 from penstock.timeline import Report
@@ -46,6 +47,8 @@ class PictureData(TypedDict):
 
     page: PageData
     notes: list[str]
+    said: list[str]
+    """Sentences about the searched schedule."""
     python: str
     files: list[FileData]
 
@@ -159,12 +162,21 @@ def picture(inputs: Inputs, shown: list[Shown], query: str) -> PictureData:
     return {
         "page": page_data(panels(question, shown)),
         "notes": [f"{one.name} {one.excess}: more than the cap." for one in shown if one.excess],
+        "said": [line for one in shown for line in _sentences(question, one)],
         "python": python_text(inputs, first.name, first.schedule),
         "files": [
             {"label": label, "href": f"/files/{stem}{ending}?{query}"}
             for label, ending in FILES.items()
         ],
     }
+
+
+def _sentences(question: Question, shown: Shown) -> Iterator[str]:
+    """Yield what a searched schedule recomputes, and the order of microbatches that differ."""
+    if shown.name == SEARCHED and question.recompute:
+        yield describe_recomputed(shown.schedule)
+    if shown.name == SEARCHED and question.costs.num_microbatches is not None:
+        yield describe_order(shown.schedule)
 
 
 def file(question: Question, shown: list[Shown], name: str) -> bytes:

@@ -51,6 +51,8 @@ def _search(inputs: Inputs) -> str:
         arguments["memory"] = repr(question.memory)
     if question.clock != "makespan":
         arguments["clock"] = repr(question.clock)
+    if question.recompute:
+        arguments["recompute"] = "True"
     arguments["effort"] = repr(inputs.effort)
     return _call("penstock.search", {"": "costs", **arguments}) + ".schedule"
 
@@ -66,10 +68,18 @@ def _cost_arguments(costs: CostTable) -> dict[str, str]:
     halves = zip(costs.backward_input, costs.backward_weight, strict=True)
     if costs.backward != tuple(map(sum, halves)):
         arguments["backward"] = _list(costs.backward)
+    if costs.recompute != costs.forward:
+        arguments["recompute"] = _list(costs.recompute)
+    if any(costs.after_dropping):
+        arguments["after_dropping"] = _list(costs.after_dropping)
     if any(costs.delay):
         arguments["delay"] = repr(costs.delay[0])
     if costs.overlap_saving:
         arguments["overlap_saving"] = repr(costs.overlap_saving)
+    if costs.num_microbatches is not None:
+        rows = costs.time_scale
+        arguments["time_scale"] = repr(list(rows[0] if len({*rows}) == 1 else rows))
+        arguments["memory_scale"] = repr(list(costs.memory_scale))
     return arguments
 
 

@@ -251,16 +251,19 @@ class _OnlyOurPage:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_question = scope["type"] == "http" and scope["path"] != "/"
-        if is_question and Headers(scope=scope).get("sec-fetch-site") in (
-            "cross-site",
-            "same-site",
-        ):
+        if scope["type"] == "http" and scope["path"] != "/" and _is_foreign(Headers(scope=scope)):
             await Response("Only the studio's own page may send requests.", 403)(
                 scope, receive, send
             )
         else:
             await self._app(scope, receive, send)
+
+
+def _is_foreign(headers: Headers) -> bool:
+    """Return whether a page of another site sends a request; browsers say so in one way or two."""
+    own = ("", f"http://{headers.get('host')}")
+    is_of_other_site = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    return is_of_other_site or headers.get("origin", "") not in own
 
 
 class _WithHeaders:

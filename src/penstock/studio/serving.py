@@ -28,6 +28,7 @@ def serve(fields: Mapping[str, str], *, port: int | None, is_opened: bool) -> No
     with needed_by("the studio", packages, extra="studio", error=OptionError):
         import uvicorn
 
+        from penstock.studio.same_user import OnlyThisUser
         from penstock.studio.server import make_app
     # Ctrl-C is the way to stop the studio, at any moment.
     with suppress(KeyboardInterrupt), _listen(port) as listener:
@@ -39,7 +40,7 @@ def serve(fields: Mapping[str, str], *, port: int | None, is_opened: bool) -> No
             # In a thread: this call may wait for the browser, which waits for the page.
             Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         config = uvicorn.Config(
-            make_app(),
+            OnlyThisUser(make_app()),
             log_level="critical",  # Connections still open at shutdown are not errors.
             access_log=False,
             lifespan="off",

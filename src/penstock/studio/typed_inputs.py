@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar, cast, get_args
 
-from penstock.costs.amounts import LARGEST_AMOUNT, shortened, to_amount
+from penstock.costs import Work
+from penstock.costs.amounts import LARGEST_AMOUNT, shortened, to_amount, to_counts
 from penstock.costs.given_costs import ShareCosts
+from penstock.costs.lengths import to_work
 from penstock.costs.units import MemoryUnit, TimeUnit
 from penstock.errors import FieldError, OptionError
 from penstock.schedules import names
@@ -22,18 +24,23 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "ranks": "4",
     "microbatches": "8",
     "stages_per_rank": "",
+    "lengths": "",
+    "work": "1,0",
     "forward": "1",
     "backward_input": "1",
     "backward_weight": "1",
     "backward": "",
+    "recompute_time": "",
     "delay": "0",
     "overlap_saving": "0",
     "activation": "1",
     "after_input": "1",
+    "after_dropping": "0",
     "memory": "",
     "clock": "makespan",
     "units": "any",
     "search": "quick",
+    "recompute": "no",
 }
 """The fields and their default values."""
 
@@ -50,6 +57,7 @@ CHOICES: Final[Mapping[str, Sequence[str]]] = {
     "clock": get_args(Clock),
     "units": tuple(_UNITS),
     "search": ("off", "quick", "thorough"),
+    "recompute": ("no", "yes"),
 }
 """The choices of the fields that are not numbers, apart from the schedules."""
 _EFFORTS: Final = {"off": 0.1, "quick": 0.1, "thorough": 1.0}
@@ -78,13 +86,17 @@ def read_inputs(query: Mapping[str, str]) -> Inputs:
     beside = form.read("beside", _one_of(["", *names(), SEARCHED]))
     stages_per_rank = form.read("stages_per_rank", _count_or_none)
     costs = _read_costs(form)
+    lengths, work = form.read("lengths", _lengths_or_none), form.read("work", to_work)
     question = Question(
-        costs=costs,
+        costs=costs if lengths is None else costs.for_lengths(lengths, work),
         num_ranks=form.read("ranks", _count),
         num_microbatches=form.read("microbatches", _count),
         memory=form.read("memory", _caps(costs.memory_unit)),
         clock=cast(Clock, form.read("clock", _one_of(CHOICES["clock"]))),
+        recompute=form.read("recompute", _one_of(CHOICES["recompute"])) == "yes",
     )
+    if lengths is None and work != Work() and "lengths" not in form.problems:
+        form.problems["work"] = "work is given, but there are no lengths. Give lengths too."
     if not form.problems.keys() & {"ranks", "microbatches", "stages_per_rank"}:
         form.problems.update(_check_together(question, stages_per_rank))
     if form.problems:
@@ -108,6 +120,8 @@ def fields_of(costs: ShareCosts) -> dict[str, str]:
         "backward": costs.backward or (),
         "activation": costs.after_forward,
         "after_input": costs.after_input,
+        "after_dropping": costs.after_dropping,
+        "recompute_time": () if costs.recompute == costs.forward else costs.recompute or (),
         "delay": (costs.delay,),
         "overlap_saving": (costs.overlap_saving,),
     }
@@ -148,6 +162,8 @@ def _read_costs(form: _Form) -> ShareCosts:
         backward=form.read("backward", _numbers_or_none),
         after_forward=form.read("activation", _numbers),
         after_input=form.read("after_input", _numbers),
+        recompute=form.read("recompute_time", _numbers_or_none),
+        after_dropping=form.read("after_dropping", _numbers),
         delay=form.read("delay", _number),
         overlap_saving=form.read("overlap_saving", _share),
         time_unit=time_unit,
@@ -164,6 +180,12 @@ def _check_together(question: Question, stages_per_rank: int | None) -> dict[str
         problems["microbatches"] = (
             f"The product of ranks, microbatches and stages per rank is {product:,}: too much to "
             f"draw at once. Expected at most {_LARGEST_PRODUCT:,}."
+        )
+    sized = question.costs.num_microbatches
+    if sized not in (None, num_microbatches):
+        problems["lengths"] = (
+            f"lengths has {sized} numbers, but there are {num_microbatches} microbatches. Expected "
+            "one for each."
         )
     memory = question.memory
     if isinstance(memory, tuple) and len(memory) != num_ranks:
@@ -211,6 +233,17 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
 
 def _numbers_or_none(name: str, text: str) -> tuple[float, ...] | None:
     return _numbers(name, text) if text else None
+
+
+def _lengths_or_none(name: str, text: str) -> list[int] | None:
+    most = LARGEST["microbatches"]
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if len(parts) > most or not all(part.isdecimal() and len(part) <= 9 for part in parts):
+        raise OptionError(
+            f"{_quote(name, text)} Expected the tokens of each microbatch, separated by commas: "
+            f"512,2048,1024 (at most {most})."
+        )
+    return to_counts(name, text) if parts else None
 
 
 def _caps(unit: MemoryUnit) -> Callable[[str, str], float | tuple[float, ...] | None]:

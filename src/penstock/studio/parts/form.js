@@ -10,6 +10,8 @@ const GROUPS = [
       slider: [1, 128, 1] },
     { name: "stages_per_rank", label: "Stages per rank", hint: "if free",
       empty: "its own", range: [1, 1] },
+    { name: "lengths", label: "Lengths", hint: "512,2048,… tokens", empty: "all alike" },
+    { name: "work", label: "Work", hint: "per token, squared" },
   ]],
   ["Costs", "of a rank, or 1,1,1,2 along the model", [
     { name: "forward", label: "Forward", hint: "time of F", slider: [0, 4, 0.1] },
@@ -17,12 +19,15 @@ const GROUPS = [
     { name: "backward_weight", label: "Weight backward", hint: "time of W", slider: [0, 4, 0.1] },
     { name: "backward", label: "Full backward", hint: "time of B", empty: "I + W",
       range: [0, 0.1] },
+    { name: "recompute_time", label: "Recomputation", hint: "time of R", empty: "as F",
+      range: [0, 0.1] },
     { name: "delay", label: "Message delay", hint: "between ranks", slider: [0, 2, 0.05] },
     { name: "overlap_saving", label: "Overlap saving", hint: "of a pair, 0 to 1", range: [0, 0.1] },
   ]],
   ["Memory", "of a microbatch", [
     { name: "activation", label: "Activation", hint: "held from F to I", range: [0, 0.1] },
     { name: "after_input", label: "After input", hint: "held from I to W", range: [0, 0.1] },
+    { name: "after_dropping", label: "Dropped", hint: "held from F to R", range: [0, 0.1] },
     { name: "memory", label: "Cap", hint: "or 4,4,3,3 by rank", empty: "none", range: [1, 1] },
   ]],
   ["Schedule", "", [
@@ -30,6 +35,7 @@ const GROUPS = [
     { name: "beside", label: "Beside", hint: "drawn under it", options: "schedules or none" },
     { name: "clock", label: "Clock", hint: "what is compared", options: "clock" },
     { name: "search", label: "Search", hint: "for a better one", options: "search" },
+    { name: "recompute", label: "Recompute", hint: "in searches", options: "recompute" },
     { name: "units", label: "Units", hint: "if they are known", options: "units" },
   ]],
 ];
@@ -85,8 +91,12 @@ class Form {
     return slider;
   }
 
-  /** Moves the slider to the value of the field; a list disables it. */
+  /** Moves the slider to the value of the field; a list disables it. There are as many
+   * microbatches as lengths. */
   follow(name) {
+    if (name === "lengths" && this.get(name).trim()) {
+      this.set("microbatches", String(this.get(name).split(",").length));
+    }
     const slider = this.sliders[name];
     if (!slider) return;
     const number = asNumber(this.inputs[name].value);
@@ -116,7 +126,7 @@ class Form {
         input.value = this.defaults[name];
         unknown.push(name);
       }
-      this.follow(name);
+      if (name !== "lengths" || !("microbatches" in values)) this.follow(name);
     }
     return unknown.map((name) => `${name}=${values[name]}`);
   }

@@ -6,7 +6,7 @@ const PAUSE_MS = 100; // From the last key to the request.
 const SLOW_MS = 300; // After this the page says that it is working.
 const ADVICE_MS = 2000; // From all answers to the request for advice, which takes seconds of work.
 const GONE = "The studio has stopped. Start it again with: penstock studio";
-const DRAWN = ["notes", "picture", "files", "python"];
+const DRAWN = ["notes", "said", "picture", "files", "python"];
 const COMPARED = ["table", "bound", "tried", "advice"];
 
 const byId = (id) => document.getElementById(id);
@@ -197,11 +197,13 @@ function keepAddress() {
 }
 
 /** Draws the answer to /picture. */
-function show({ page, notes, python, files }) {
+function show({ page, notes, said, python, files }) {
   if (timeline) timeline.setData(page);
   else timeline = new Timeline(byId("picture"), page);
   table.mark(form.get("schedule"), form.get("beside"));
-  byId("notes").replaceChildren(...notes.map((note) => make("li", {}, note)));
+  for (const [id, lines] of Object.entries({ notes, said })) {
+    byId(id).replaceChildren(...lines.map((line) => make("li", {}, line)));
+  }
   byId("files").replaceChildren(
     ...files.map(({ label, href }) => make("a", { href, download: "" }, label)));
   byId("python").textContent = python;
