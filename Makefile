@@ -4,6 +4,8 @@ READY := .venv/.ready
 
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start hundreds of processes, which would compile the same files again and again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check test-torch bench fuzz docs serve clean
@@ -20,14 +22,15 @@ demo: $(READY) ## Train a small GPT on two processes by a zero-bubble schedule a
 test: $(if $(TORCH),test-torch,check) ## Run check, then the tests that start several processes or a browser
 ifndef TORCH
 	@scripts/browser
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder tests/dist tests/browser
+	@scripts/hosts
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder tests/dist tests/hosts tests/browser
 endif
 
 check: $(READY) ## Check format, lint and types; run the tests that need one process
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto --ignore=tests/dist --ignore=tests/browser
+	$(BIN)/pytest -n auto --dist worksteal --ignore=tests/dist --ignore=tests/hosts --ignore=tests/browser
 
 TORCH_BIN = .venv-torch-$(TORCH)/bin
 
@@ -35,7 +38,7 @@ TORCH_BIN = .venv-torch-$(TORCH)/bin
 test-torch: ## Run the tests on another torch, in its own venv: make test TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "Name a version, as in make test TORCH=2.15.0"; exit 1; }
 	@$(MAKE) --no-print-directory .venv-torch-$(TORCH)/.ready
-	$(TORCH_BIN)/pytest -n auto --ignore=tests/dist --ignore=tests/browser
+	$(TORCH_BIN)/pytest -n auto --dist worksteal --ignore=tests/dist --ignore=tests/hosts --ignore=tests/browser
 	$(TORCH_BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder tests/dist
 
 bench: $(READY) ## Run the benchmarks in full
@@ -55,6 +58,8 @@ bench: $(READY) ## Run the benchmarks in full
 	$(BIN)/python benchmarks/first_step/main.py
 	$(BIN)/python benchmarks/memory/main.py
 	$(BIN)/python benchmarks/pretrained/main.py
+	@scripts/hosts
+	$(BIN)/python benchmarks/faults/main.py
 	@scripts/browser
 	$(BIN)/python benchmarks/studio/main.py
 
@@ -77,13 +82,15 @@ clean: ## Remove .venv, caches and build output
 
 # The build backend goes in first, so that it is the one of constraints.txt:
 # an isolated build would fetch the newest.
+# pip would compile on one core. Some packages have files that are for other versions of Python.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: set PYTHON, as in make PYTHON=/path/to/python3"; exit 1; }
 	@echo "Setting up .venv (about a minute, once)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq -c constraints.txt hatchling editables
-	@$(BIN)/pip install -qq -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/pip install -qq -c constraints.txt --no-build-isolation --no-compile -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 .venv-torch-%/.ready: pyproject.toml constraints.txt

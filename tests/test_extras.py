@@ -65,11 +65,17 @@ def test_extra_of_the_trainer_is_not_a_part_of_all() -> None:
     assert own.isdisjoint(packages_of("all"))
 
 
+def test_extra_of_replicas_is_not_a_part_of_all() -> None:
+    assert {"torchft"} == packages_of("replicas")
+    assert {"torchft"}.isdisjoint(packages_of("all"))
+    assert {"torchft"} <= packages_of("dev")
+
+
 def test_files_import_only_packages_that_an_extra_has() -> None:
     wrong = []
     for path in SOURCE_FILES:
         room = path.relative_to(SRC / "penstock").parts[0]
-        known = {"penstock", "torch", *ALLOWED.get(room, ()), *sys.stdlib_module_names}
+        known = {"penstock", "torch", "numpy", *ALLOWED.get(room, ()), *sys.stdlib_module_names}
         roots = {name.partition(".")[0] for name in imported_names_of_file(path)}
         wrong += [f"{path.name} imports {root}" for root in roots - known]
     assert [] == wrong

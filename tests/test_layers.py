@@ -27,22 +27,25 @@ MAY_USE = {
     "torch_private": "torch torch_version",
     "backward": "torch torch_private sealed",
     "compiling": "torch torch_private backward",
-    "comm": "torch torch_private ir backward",
+    "watch": "",
+    "comm": "torch torch_private ir backward watch",
     "microbatches": "torch torch_private comm",
     "stage": "torch torch_private ir sealed backward comm",
     "cutting": "torch torch_private ir partition stage",
     "runtime": "torch torch_private ir costs schedules passes timeline sim solver sealed"
-    " backward compiling comm microbatches stage",
+    " backward compiling watch comm microbatches stage",
+    "snapshots": "torch torch_private",
     "replacing": "",
     "compat": "torch torch_private replacing ir schedules passes sealed backward comm microbatches"
     " stage cutting runtime",
     "planning": "torch torch_private ir costs passes solver partition microbatches cutting",
     "parallel": "torch torch_private extras ir schedules timeline sealed comm microbatches stage"
-    " cutting runtime",
+    " cutting runtime snapshots",
+    "dry": "torch torch_private ir costs passes comm stage cutting runtime parallel",
     "training": "torch extras user_code ir costs schedules timeline sim comm stage cutting runtime"
-    " parallel",
+    " snapshots parallel dry",
     "cli": "torch torch_private extras user_code ir costs schedules passes timeline sim solver draw"
-    " studio planning training replacing",
+    " studio planning dry training replacing",
     "__main__": "cli",
 }
 

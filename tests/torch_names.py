@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 _IN_TEXT = re.compile(r"\btorch(?:\.\w+)*\._[a-z]\w*(?:\.\w+)*", re.IGNORECASE)
 # Of the standard library, on values that are not torch's.
-_NOT_OF_TORCH = {"_asdict", "_exit", "_replace"}
+_NOT_OF_TORCH = {"_asdict", "_current_frames", "_exit", "_fields", "_replace"}
 
 
 def private_names(

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from penstock.cutting import cut as cut
     from penstock.cutting import cut_between_modules as cut_between_modules
     from penstock.cutting import measure_layers as measure_layers
+    from penstock.dry import dry_run as dry_run
     from penstock.ir import Placement as Placement
     from penstock.ir import Schedule as Schedule
     from penstock.microbatches import Replicate as Replicate
@@ -102,6 +103,7 @@ _OWN_NAMES = {
     "count_layers": "cutting",
     "cut": "cutting",
     "cut_between_modules": "cutting",
+    "dry_run": "dry",
     "load_pretrained": "parallel",
     "local_ranks": "comm",
     "measure_costs": "runtime",

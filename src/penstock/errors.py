@@ -5,6 +5,7 @@ Each is also the built-in exception that fits, so `except RuntimeError` keeps wo
     PipelineError
     ├── AgreementError   (RuntimeError)   the ranks were not given the same pipeline
     ├── AssignmentError  (AttributeError) an assignment would have no effect
+    ├── BadValueError    (FloatingPointError) a loss or a gradient is not finite
     ├── BackwardError    (RuntimeError)   the split backward cannot run on these values
     ├── CheckpointError  (ValueError)     a training cannot be saved to a folder, or loaded from it
     ├── CommError        (RuntimeError)   another rank failed, or cannot be reached
@@ -47,6 +48,10 @@ class BackwardError(PipelineError, RuntimeError):
     """The split backward cannot run on the outputs, gradients or weights it was given."""
 
 
+class BadValueError(PipelineError, FloatingPointError):
+    """A loss or a gradient is not finite; the text says where that began."""
+
+
 class CheckpointError(PipelineError, ValueError):
     """The state of a training cannot be saved to a folder, or loaded from it."""
 
@@ -72,7 +77,7 @@ class DrawError(PipelineError, ValueError):
 
 
 class GradientError(PipelineError, RuntimeError):
-    """Gradients cannot be clipped as asked, or their norm is not finite."""
+    """Gradients cannot be clipped or averaged as asked, or their norm is not finite."""
 
 
 class InstallError(PipelineError, ImportError):

@@ -4,7 +4,7 @@ from penstock import schedules
 from penstock.costs import CostTable
 from penstock.draw.panel import Panel
 from penstock.ir import Schedule
-from penstock.passes import Gathers, add_gathers
+from penstock.passes import Gathers, add_gathers, add_recompute
 from penstock.passes.held_memory import Held, held_along
 from penstock.sim import simulate
 from penstock.timeline import RecordedStep, Recording, Report
@@ -37,6 +37,12 @@ def gathered_panel(policy: Gathers | None = None, *, gather: float = 1.0) -> Pan
     made = add_gathers(schedule("ZB-V", 2, 4), policy or Gathers.per_need())
     costs = CostTable.uniform(4, stages_per_rank=2, gather=gather, reduce=gather, gathered=1.0)
     return Panel("ZB-V, gathered", simulate(made, costs))
+
+
+def recomputed_panel() -> Panel:
+    """ZB-V, half of whose forwards run twice."""
+    made = add_recompute(schedule("ZB-V"), lambda stage, mb: mb % 2 == 0)
+    return Panel("ZB-V, recomputed", simulate(made))
 
 
 def unit_panel(name: str = "ZB-H1", ranks: int = 4, microbatches: int = 8) -> Panel:

@@ -6,13 +6,20 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from panels import beneath_panel, memory_panel, overlap_panel, panel, unit_panel
+from panels import (
+    beneath_panel,
+    memory_panel,
+    overlap_panel,
+    panel,
+    recomputed_panel,
+    unit_panel,
+)
 
 from penstock.draw.panel import Panel, bars
 from penstock.draw.perfetto import trace
 from penstock.timeline import Report
 
-PANELS = [panel("1F1B"), panel("ZB-V"), overlap_panel(), unit_panel()]
+PANELS = [panel("1F1B"), panel("ZB-V"), overlap_panel(), unit_panel(), recomputed_panel()]
 
 
 def events(*panels: Panel, phase: str) -> list[dict[str, Any]]:

@@ -7,7 +7,13 @@ FOLDER = "tests/parallel/test_pretrained.py"
 TESTS = MODEL
 MUTANTS = [
     # Steps.
-    ("parallel/parallel_model.py", "grad_scale *= self._scale_of", "grad_scale = self._scale_of"),
+    ("parallel/parallel_model.py", "grad_scale *= scale_of", "grad_scale = scale_of"),
+    (
+        "parallel/grad_scaler.py",
+        "        self._was_skipped = True\n",
+        "        pass\n",
+        "tests/parallel/test_skipped_steps.py -k scale",
+    ),
     ("parallel/parallel_model.py", "module.training = mode", "module.training = True"),
     (
         "parallel/parallel_model.py",

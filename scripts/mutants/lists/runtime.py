@@ -10,10 +10,29 @@ WIRE = "tests/runtime/test_mailbox.py"
 COSTS = "tests/runtime/test_stage_costs.py"
 OVERLAPPED = "tests/dist/test_overlapped_collectives.py"
 AUTO = "tests/runtime/test_auto.py tests/runtime/test_next_schedule.py"
+SLOW = "tests/runtime/test_slow_watch.py"
 TESTS = NUMERICS
 AGAIN = "tests/runtime/test_recomputing.py"
 MUTANTS = [
     # Forwards that run twice.
+    (
+        "runtime/in_flight.py",
+        "leaf.data = other.data",
+        "pass",
+        "tests/runtime/test_recomputation_costs.py",
+    ),
+    (
+        "runtime/measuring/held_bytes.py",
+        "held = self._held[place] - self._copied + handed_over",
+        "held = self._held[place]",
+        "tests/runtime/test_recomputation_costs.py",
+    ),
+    (
+        "runtime/messages/mailbox.py",
+        "return None if self.copies else tensor",
+        "return tensor",
+        WIRE,
+    ),
     (
         "runtime/step.py",
         "        with nothing_saved():\n",
@@ -113,7 +132,7 @@ MUTANTS = [
     ),
     (
         "runtime/messages/handing_over.py",
-        "if (type(leaf) is Tensor or is_dtensor(leaf)) and not leaf.requires_grad:",
+        "if (type(leaf) in PLAIN_TYPES or is_dtensor(leaf)) and not leaf.requires_grad:",
         "if False:",
         "tests/runtime/test_odd_models.py",
     ),
@@ -239,6 +258,12 @@ MUTANTS = [
         "if self._programs is not None and changes == self._checked:",
         "if self._programs is not None and self._checked:",
         "tests/dist/test_sharded_refusals.py",
+    ),
+    (
+        "runtime/replicas.py",
+        "for group in stage.forward_groups",
+        "for group in stage.peer_groups",
+        "tests/dist/test_recomputing_on_processes.py -k different_parts",
     ),
     ("runtime/messages/mailbox.py", "_POSTED_AHEAD = 2", "_POSTED_AHEAD = 1", WIRE),
     (
@@ -457,10 +482,22 @@ MUTANTS = [
     ),
     # The schedule that is found while training.
     (
-        "runtime/auto/auto_pilot.py",
-        "        if phase.num_drifted < 2:",
-        "        if phase.num_drifted < 1:",
-        AUTO,
+        "runtime/auto/slow_watch.py",
+        "        if len(self._window) < WINDOW:",
+        "        if len(self._window) < 1:",
+        SLOW,
+    ),
+    (
+        "runtime/measuring/slowness.py",
+        "statistics.median(found), planned_s[part]",
+        "max(found), planned_s[part]",
+        SLOW,
+    ),
+    (
+        "runtime/auto/slow_watch.py",
+        "asks = lost_s - explained_s >",
+        "asks = lost_s >",
+        SLOW,
     ),
     (
         "runtime/auto/auto_pilot.py",
@@ -470,14 +507,32 @@ MUTANTS = [
     ),
     (
         "runtime/auto/next_schedule.py",
-        "before.step_s <= after.step_s and can_run(safe, costs, memory)",
-        "before.step_s <= after.step_s",
+        " or not can_run(current, costs, memory)",
+        "",
         AUTO,
     ),
     (
         "runtime/auto/next_schedule.py",
-        "memory=memory,\n        placements",
-        "memory=None,\n        placements",
+        "memory=memory,\n            placements",
+        "memory=None,\n            placements",
+        AUTO,
+    ),
+    (
+        "runtime/auto/next_schedule.py",
+        "    tables = [costs, typical] if seen.steps else [costs]",
+        "    tables = [costs]",
+        AUTO,
+    ),
+    (
+        "runtime/auto/slow_watch.py",
+        "self.seen.apply(self.plan.costs, work)",
+        "self.plan.costs",
+        SLOW,
+    ),
+    (
+        "runtime/auto/seen_work.py",
+        "max(one / self.usual, _LEAST)",
+        "one / self.usual",
         AUTO,
     ),
     (
@@ -548,5 +603,36 @@ MUTANTS = [
         "placements=self.param.placements  #",
         "placements=grad.placements  #",
         "tests/dist/test_tied_on_processes.py -k over_a_mesh",
+    ),
+    # Bad values.
+    (  # Values in between count as well.
+        "runtime/bad_values/value_guard.py",
+        "if any(is_bad for is_bad, _ in seen) else None",
+        "",
+        "tests/runtime/test_bad_values.py -k harm",
+    ),
+    (  # The lowest stage counts in the backward too.
+        "runtime/bad_values/value_guard.py",
+        "found.stage if is_forward else -found.stage",
+        "found.stage",
+        "tests/runtime/test_bad_values.py -k bad_backward",
+    ),
+    (  # Gradients of accumulated batches that are bad come back.
+        "runtime/bad_values/value_guard.py",
+        "        if self._before is None and self.bad_values",
+        "        if self.bad_values",
+        "tests/runtime/test_bad_values.py -k accumulated",
+    ),
+    (  # A microbatch without values spoils the step.
+        "runtime/bad_values/value_guard.py",
+        "            if not step.losses.counts(mb):",
+        "            if False:",
+        "tests/runtime/test_bad_values.py -k without_values",
+    ),
+    (  # Only the own pipeline's values count.
+        "runtime/bad_values/value_guard.py",
+        "self._peers.gather(found, _WHAT) if self._peers else [found]",
+        "[found]",
+        "tests/dist/test_bad_values_on_processes.py -k dp-one",
     ),
 ]

@@ -1,8 +1,9 @@
-"""Stages: the meshes of DTensors that they receive, contexts around forwards, and repeated ones."""
+"""Stages: the meshes of DTensors that they receive, contexts, and forwards that are repeated."""
 
 CONTEXTS = "tests/runtime/test_forward_contexts.py"
 TESTS = "tests/dist/test_dtensor_messages.py -k are_refused"
 AGAIN = "tests/runtime/test_recomputing.py"
+PARTS = "tests/runtime/test_recomputing_parts.py"
 MUTANTS = [
     ("stage/random_states.py", "        self._put_back()\n        try", "        try", AGAIN),
     ("stage/random_states.py", "            now._put_back()", "            pass", AGAIN),
@@ -41,9 +42,39 @@ MUTANTS = [
     ),
     (
         "stage/repeating.py",
-        "            if _version(param) != version:",
+        "            if version_if_any(param) != version:",
         "            if False:",
         AGAIN,
+    ),
+    (
+        "stage/recomputed_parts.py",
+        "        if top_saved_tensors_hooks(False) != self._hooks:",
+        "        if False:",
+        PARTS,
+    ),
+    (
+        "stage/recomputed_parts.py",
+        "if self._is_inside or not torch.is_grad_enabled():",
+        "if not torch.is_grad_enabled():",
+        PARTS,
+    ),
+    ("stage/recomputed_parts.py", ", self._autocast.again():", ":", PARTS),
+    ("stage/recomputed_parts.py", "own.clone() if is_changed else own", "own", PARTS),
+    (
+        "stage/recomputed_parts.py",
+        "        if version_if_any(self._tensor) != self._num_changes:",
+        "        if False:",
+        PARTS,
+    ),
+    ("stage/recomputed_parts.py", " or not blank.fits(tensor):", ":", PARTS),
+    ("stage/recomputed_parts.py", "        repeated.settle()\n", "", PARTS),
+    ("stage/recomputed_parts.py", "        if missing:\n", "        if False:\n", PARTS),
+    ("stage/part_names.py", "if known[name] not in found.values():", "if True:", PARTS),
+    (
+        "stage/pipeline_stage.py",
+        ", passage.rerunning():",
+        ":",
+        PARTS,
     ),
     (
         "stage/meshes.py",

@@ -7,6 +7,7 @@ text format, which both packages share, so that text is the way from one to the 
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from penstock.errors import ScheduleError
@@ -134,8 +135,15 @@ def copy_order(order: Mapping[int, Sequence[_Action | None]]) -> Order:
     return {rank: list(row) for rank, row in order.items()}
 
 
-def read_order(text: str) -> Order:
-    """Return the orders in a CSV text, with its idle slots."""
+def read_order(filename: str) -> Order:
+    """Return the orders in a CSV file, with its idle slots."""
+    try:
+        text = Path(filename).read_text(encoding="utf-8")
+    except UnicodeDecodeError as exc:
+        raise ScheduleError(
+            f"{filename} is not valid UTF-8 (byte {exc.start}). Expected a schedule in PyTorch's "
+            "text format."
+        ) from exc
     return {
         rank: [_Action.from_str(cell) for cell in line.split(",")]
         for rank, line in enumerate(text.strip().splitlines())

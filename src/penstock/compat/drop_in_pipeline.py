@@ -43,6 +43,21 @@ class DropInPipeline(Pipeline):
         """Learn the shapes and dtypes of messages again in the next step; all ranks must."""
         self._runner.forget_forms()
 
+    def run_whole(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+        *,
+        has_backward: bool,
+    ) -> Any:
+        """Run `step` or `eval`; stages may take keyword arguments that have the names of theirs."""
+        trains = has_backward and self._has_backward
+        return self._run(trains, args, kwargs, target, losses, return_outputs, loss_kwargs)
+
     def eval_microbatches(self, *args: Any, **kwargs: Any) -> list[Any] | None:
         """Run `eval` for a batch that is already cut; take and return what step_microbatches does.
 

@@ -179,14 +179,14 @@ class _PipelineSchedule(ScheduleState):
                     loss_kwargs=loss_kwargs,
                 )
                 return None if outputs is None else pipeline.merge(outputs)
-            run = pipeline.step if has_backward else pipeline.eval
-            return run(
-                *given.args,
-                target=given.target,
-                losses=losses,
-                return_outputs=return_outputs,
-                loss_kwargs=loss_kwargs,
-                **given.kwargs,
+            return pipeline.run_whole(
+                given.args,
+                given.kwargs,
+                given.target,
+                losses,
+                return_outputs,
+                loss_kwargs,
+                has_backward=has_backward,
             )
 
     @contextmanager

@@ -170,7 +170,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
     def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
         """Take the order from a file, before the first step."""
         _check_format(format)
-        order = read_order(Path(filename).read_text())
+        order = read_order(filename)
         if format == "compute_only":
             for rank, row in order.items():
                 for place, action in enumerate(row):

@@ -45,6 +45,7 @@ class ScheduleState(Sealed):
         theirs = frozenset(self.__dict__)
         self._held = list(stages)
         check_stages(self._held)
+        _refuse_parts(self._held, type(self).__name__)
         self._first = self._held[0]
         self.num_microbatches = check_count(n_microbatches)
         self._options = options
@@ -263,3 +264,14 @@ class ScheduleState(Sealed):
         if isinstance(self._plan, Schedule):
             set_ranks(self._held, dict(enumerate(self._plan.placement.ranks)))
         return self._pipeline
+
+
+def _refuse_parts(stages: Sequence[PipelineStage], kind: str) -> None:
+    """Raise an error for stages that say what to recompute: torch has no such action."""
+    for stage in stages:
+        if stage.recomputed:
+            raise StageError(
+                f"stage {stage.stage_index} has recomputed={stage.recomputed!r}, but {kind} never "
+                "recomputes: its actions are torch's. Leave recomputed out, or use "
+                "penstock.Pipeline with a schedule from add_recompute."
+            )

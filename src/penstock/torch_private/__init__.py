@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,11 +93,14 @@ NAMES = (
     *(f"torch._C:_functions.{node}.{name}" for node in _NODES for name in _NODES[node].split()),
     "torch._ops:OpOverload",
     "torch.autograd.forward_ad:_current_level",
+    "torch.distributed.distributed_c10d:Backend._plugins",
+    "torch.distributed.distributed_c10d:_DistributedBackendOptions",
     "torch.distributed.rendezvous:rendezvous",
     "torch.autograd.graph:_engine_run_backward",
     "torch.autograd.profiler:_is_profiler_enabled",
     "torch._subclasses.fake_tensor:DataDependentOutputException",
     "torch._subclasses.fake_tensor:DynamicOutputShapeException",
+    "torch._subclasses.fake_tensor:FakeTensor",
     "torch._subclasses.fake_tensor:FakeTensorMode",
     "torch.multiprocessing.reductions:StorageWeakRef",
     "torch.nn:Module._backward_hooks",
@@ -258,6 +262,9 @@ class SavedTensor:
 # The hooks that apply to tensors saved now, if any: with such hooks a layer must not hold its own
 # input. Public: none.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+TRANSFORMS_REFUSE_HOOKS = "don't yet support saved tensor hooks"
+"""The text by which transforms of torch.func say that such hooks are on. Public: none."""
 
 # The innermost transform of torch.func, or None: inside one, autograd does not build our graph.
 # Public: none.
@@ -437,6 +444,25 @@ compiled_call: Callable[[nn.Module], Any] = attrgetter("_compiled_call_impl")
 """The function that `module.compile()` put in place of a module's call, or None. Public: none."""
 
 
+@contextmanager
+def wrapped_calls(
+    module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Let calls of a module run what `wrap` makes of them, around its hooks and compiled code.
+
+    Public: hooks of modules, which run in the compiled code of a compiled module.
+    """
+    own = vars(module)
+    key = "_call_impl" if compiled_call(module) is None else "_compiled_call_impl"
+    before = {key: own[key]} if key in own else {}
+    own[key] = wrap(getattr(module, key))
+    try:
+        yield
+    finally:
+        del own[key]
+        own.update(before)
+
+
 def share_contents(module: nn.Module, other: nn.Module) -> None:
     """Let `module` hold the parameters, buffers and children of `other`. Public: none."""
     for key in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
@@ -514,6 +540,23 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
     options._timeout = timeout
 
 
+def make_registered_backend(
+    name: str, store: Any, rank: int, num_ranks: int, timeout: timedelta
+) -> Any:
+    """Make a group over a backend that was registered with `Backend.register_backend`.
+
+    Raise a KeyError if there is none of that name. Public: `new_group`, whose groups have the same
+    name on two ranks only if these have made equally many groups before.
+    """
+    plugin = distributed_c10d.Backend._plugins[name.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, num_ranks, timeout)
+    options = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]  # private
+    options.store, options.group_rank, options.group_size = store, rank, num_ranks
+    options.timeout = timeout
+    return plugin.creator_fn(options, None)
+
+
 # 7. Tracing, and counting without values.
 
 # The operation of a node in a traced graph, and the description of its arguments. Public: none.
@@ -532,8 +575,9 @@ wrap_with_set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled
 # Counts the bytes that operations allocate. Public: none; torch's docs show how to use this one.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
-# The mode that runs a model on shapes alone, and its errors where shapes are not enough. Public:
-# `with torch.device("meta")`, which loses the devices of tensors.
+# The mode that runs a model on shapes alone, the tensors that it makes, and its errors where shapes
+# are not enough. Public: `with torch.device("meta")`, which loses the devices of tensors.
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
