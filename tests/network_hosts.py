@@ -81,6 +81,22 @@ class Hosts:
         enter = _entering(lambda: self.enter(host))
         return subprocess.Popen(command, preexec_fn=enter, start_new_session=True, **options)
 
+    def torchrun(self, host: int, *, num_hosts: int, per_host: int, how: str) -> list[str]:
+        """The launcher of a host, with the names of a rendezvous as docs/machines.md has them."""
+        first = self.address(0)
+        options = {
+            "static": f"--node-rank={host} --master-addr={first} --master-port=29600",
+            "c10d": f"--rdzv-backend=c10d --rdzv-endpoint={first}:29601 --rdzv-id=test "
+            f"--rdzv-conf=is_host={int(host == 0)} --local-addr={self.address(host)}",
+        }
+        options_of_all = f"--nnodes={num_hosts} --nproc-per-node={per_host}"
+        run = [sys.executable, "-m", "torch.distributed.run"]
+        return [*run, *options[how].split(), *options_of_all.split()]
+
+    def environment(self) -> dict[str, str]:
+        """The variables for programs of the hosts, whose names do not resolve."""
+        return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+
     def cut(self, host: int) -> None:
         """Take the link of a host down; what it sends is lost."""
         _run("ip", "-n", self._switch, "link", "set", f"to{host}", "down")
@@ -100,7 +116,14 @@ class Hosts:
 
     def processes(self) -> list[int]:
         """The processes that run on the hosts."""
-        return [pid for name in self._names for pid in _processes_in(name)]
+        return [pid for host in range(self.count) for pid in self.processes_of(host)]
+
+    def processes_of(self, host: int) -> list[int]:
+        return _processes_in(self._names[host])
+
+    def crash(self, host: int) -> None:
+        """Kill all processes of a host."""
+        _end_processes(self._names[host])
 
     def _make(self) -> None:
         _run("ip", "netns", "add", self._switch)
@@ -144,6 +167,11 @@ def _remove(name: str) -> None:
     """Remove a namespace and the processes in it; its devices go with it."""
     if not (_NAMES / name).exists():
         return
+    _end_processes(name)
+    _run("ip", "netns", "del", name)
+
+
+def _end_processes(name: str) -> None:
     until_s = time.monotonic() + _LIMIT_S
     while (pids := _processes_in(name)) and time.monotonic() < until_s:
         for pid in pids:
@@ -152,7 +180,6 @@ def _remove(name: str) -> None:
             except ProcessLookupError:
                 continue
         time.sleep(0.02)
-    _run("ip", "netns", "del", name)
 
 
 def _remove_abandoned() -> None:

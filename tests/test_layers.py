@@ -34,7 +34,7 @@ MAY_USE = {
     "cutting": "torch torch_private ir partition stage",
     "runtime": "torch torch_private ir costs schedules passes timeline sim solver sealed"
     " backward compiling watch comm microbatches stage",
-    "snapshots": "torch torch_private",
+    "snapshots": "torch torch_private comm",
     "replacing": "",
     "compat": "torch torch_private replacing ir schedules passes sealed backward comm microbatches"
     " stage cutting runtime",

@@ -1,8 +1,6 @@
 """Trainings over several hosts, started by torchrun, are those of one host."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,11 +31,6 @@ for _ in range(3):
         print(repr(float(loss)), flush=True)
 time.sleep(2)  # The hub ends with its rank: let all others find it before.
 """
-RENDEZVOUS = {
-    "static": "--node-rank={host} --master-addr={first} --master-port=29600",
-    "c10d": "--rdzv-backend=c10d --rdzv-endpoint={first}:29601 --rdzv-id=test "
-    "--rdzv-conf=is_host={is_first} --local-addr={address}",
-}
 
 
 def _torchrun(hosts: Hosts, num_hosts: int, per_host: int, how: str, folder: Path) -> str:
@@ -45,18 +38,11 @@ def _torchrun(hosts: Hosts, num_hosts: int, per_host: int, how: str, folder: Pat
     running = []
     try:
         for host in range(num_hosts):
-            options = RENDEZVOUS[how].format(
-                host=host,
-                first=hosts.address(0),
-                is_first=int(host == 0),
-                address=hosts.address(host),
-            )
-            options += f" --nnodes={num_hosts} --nproc-per-node={per_host}"
-            run = [sys.executable, "-m", "torch.distributed.run"]
+            run = hosts.torchrun(host, num_hosts=num_hosts, per_host=per_host, how=how)
             process = hosts.start(
                 host,
-                [*run, *options.split(), str(folder / "script.py")],
-                env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
+                [*run, str(folder / "script.py")],
+                env=hosts.environment(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -90,7 +90,7 @@ def test_snapshot_of_other_ranks_is_put_together_from_their_parts(
             assert torch.equal(expected[name], value)
         missing = Snapshot(1, 2, tuple(halves[:1]))
         monkeypatch.setattr(snapshots._kept, "read", lambda: missing)
-        with pytest.raises(CheckpointError, match=r"the snapshots on this machine do not have '"):
+        with pytest.raises(CheckpointError, match=r"the snapshots that this rank can have lack '"):
             snapshots.restore()
         damaged = Snapshot(1, 2, (Part(0, part.tensors, {}),))
         monkeypatch.setattr(snapshots._kept, "read", lambda: damaged)

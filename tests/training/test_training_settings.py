@@ -57,8 +57,8 @@ def test_model_that_cannot_be_is_rejected(sizes: tuple[int, int, int, int], expe
         ({"restarts": 3}, "--restarts is 3 without --checkpoint, so a restart would lose all"),
         ({"snapshot_every": 0}, "--snapshot-every is 0. Expected a whole number, at least 1."),
         (
-            {"snapshot_every": 5, "shards": 2},
-            "--snapshot-every is 5 and --shards 2. Expected parameters that are whole on each",
+            {"snapshot_every": 5, "shards": 2, "restarts": 1, "min_ranks": 1},
+            "--snapshot-every is 5, --shards 2 and --min-ranks 1, but snapshots of shards fit",
         ),
         ({"spares": 1}, "--spares is 1 without --restarts, so it would never be used."),
         ({"min_ranks": 1}, "--min-ranks is 1 without --restarts, so it would never be used."),

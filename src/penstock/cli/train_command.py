@@ -115,7 +115,8 @@ def run_training(given: Mapping[str, Any], as_json: bool) -> int:
 
     def attempt(config: TrainConfig) -> Attempt:
         arguments = [*as_arguments(config), *(["--json"] if as_json else [])]
-        return Attempt(arguments, config.num_processes, config.spares)
+        has_meshes = config.shards > 1
+        return Attempt(arguments, config.num_processes, config.spares, has_meshes=has_meshes)
 
     restarts = Restarts(config)
 

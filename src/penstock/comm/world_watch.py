@@ -101,12 +101,19 @@ def _meet(watch: RankWatch, store: distributed_c10d.Store) -> None:
         return
     hub = None
     try:
-        address, secret = own_address(_host_of(store), dist.get_world_size()), secrets.token_hex(16)
+        address, secret = address_among_ranks(), secrets.token_hex(16)
         port = watch.listen(address, secret)
         hub = {"address": address, "port": port, "secret": secret}
         hub |= {"hub_rank": watch.rank, "hub_host": socket.gethostname()}
     finally:
         store.set("hub", json.dumps(hub))
+
+
+def address_among_ranks() -> str:
+    """Return the address of this host at which all other ranks of the world can reach it."""
+    world = dist.group.WORLD
+    assert world is not None
+    return own_address(_host_of(world.get_group_store()), dist.get_world_size())
 
 
 def _host_of(store: distributed_c10d.Store) -> str:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from penstock.parallel.optimizer_state import join_settings
 from penstock.parallel.ranks_together import RanksTogether
 from penstock.parallel.training_state import TrainingState
 from penstock.snapshots import KeptState, Part, Snapshot
+from penstock.stage.dtensors import Spread, local_part
 
+_Spread: TypeAlias = list[Any]
+"""The shape of a whole DTensor, how it lies on its mesh, and this rank's place there."""
 _RESTORING = "to restore a snapshot"
 _RANDOM = "random."
 
@@ -26,7 +29,8 @@ class Snapshots:
     """Snapshots of a training in memory; `pipe.snapshots(optimizer)` makes it, on all ranks.
 
     They are kept by a process of each machine, which ends with the launcher of the ranks: so they
-    outlive ranks that are killed, and those that the launcher starts again.
+    outlive ranks that are killed, and those that the launcher starts again. If the ranks are on
+    several machines, each of them may be lost: others have copies.
     """
 
     def __init__(self, state: TrainingState, ranks: RanksTogether) -> None:
@@ -50,10 +54,12 @@ class Snapshots:
             tensors[f"{_RANDOM}device"] = torch.get_device_module(device).get_rng_state(device)
         about = {
             "settings": settings,
+            "spreads": _spreads(tensors),
             "random": _plain_generators(),
             "extra": with_any_keys(dict(extra or {})),
         }
-        self._kept.write(step, tensors, about)
+        local = {name: local_part(value) for name, value in tensors.items()}
+        self._kept.write(step, local, about)
 
     def restore(self, *, after: int = 0) -> tuple[int, dict[str, Any]] | None:
         """Load the newest snapshot that all ranks have; return its step and its `extra`.
@@ -89,28 +95,44 @@ class Snapshots:
         return next(iter(self._ranks.pipeline.stages.values())).device
 
     def _load(self, found: Snapshot) -> dict[str, Any]:
-        is_same = found.num_ranks == self._kept.num_ranks
         # On the same ranks, each has its own first: buffers of replicas may differ.
-        parts = sorted(found.parts, key=lambda part: not (is_same and part.rank == self._kept.rank))
+        is_same = found.num_ranks == self._kept.num_ranks
+        own = [part for part in found.parts if is_same and part.rank == self._kept.rank]
+        others = [part for part in found.parts if not is_same or part.rank != self._kept.rank]
         stored: dict[str, Tensor] = {}
-        for part in parts:
+        spreads: dict[str, _Spread] = {}
+        for part in (*own, *others):
             stored = {**part.tensors, **stored}
-        forms = {name: _form(value) for name, value in stored.items()}
+            spreads = {**part.extra["spreads"], **spreads}
+        if spreads and not own:
+            raise CheckpointError(
+                f"the snapshot of step {found.step} has {min(spreads)!r} in shards, as "
+                f"{found.num_ranks} ranks had it, and there are {self._kept.num_ranks}. Expected "
+                "as many: load a checkpoint, which fits any number."
+            )
+        forms = {name: _form(value, spreads.get(name)) for name, value in stored.items()}
         groups = join_settings([part.extra["settings"] for part in found.parts])
 
         def read(state: dict[str, Tensor]) -> None:
+            now = _spreads(state)
             for name, value in state.items():
                 if name not in stored:
                     raise CheckpointError(
-                        f"the snapshots on this machine do not have {name!r}. Expected the ranks "
-                        "on the machines where they were: load a checkpoint."
+                        f"the snapshots that this rank can have lack {name!r}. Expected the cut "
+                        "and the ranks that they were taken with: load a checkpoint."
                     )
-                value.copy_(stored[name])
+                if spreads.get(name) != now.get(name):
+                    raise CheckpointError(
+                        f"{name!r} was {_in_words(spreads.get(name))}, and is "
+                        f"{_in_words(now.get(name))} now. Expected the same mesh: load a "
+                        "checkpoint, which fits any."
+                    )
+                local_part(value).copy_(stored[name])
 
         with torch.no_grad():
             self._state.fill(Path(f"the snapshot of step {found.step}"), forms, groups, read)
-        if is_same and parts[0].rank == self._kept.rank:
-            self._restore_generators(parts[0])
+        for part in own:
+            self._restore_generators(part)
         first = min(found.parts, key=lambda part: part.rank)
         return dict(without_keys_apart(first.extra["extra"]))
 
@@ -134,6 +156,24 @@ def _plain_generators() -> dict[str, Any]:
     return found
 
 
-def _form(value: Tensor) -> TensorStorageMetadata:
+def _spreads(tensors: Mapping[str, Tensor]) -> dict[str, _Spread]:
+    """Describe how each DTensor lies on its mesh, and which part of it this rank has."""
+    found: dict[str, _Spread] = {}
+    for name, value in tensors.items():
+        if (spread := Spread.of(value)) is not None:
+            place = list(spread.coordinate or ())
+            found[name] = [list(spread.shape), spread.in_words, place]
+    return found
+
+
+def _in_words(spread: _Spread | None) -> str:
+    if spread is None:
+        return "whole"
+    shape, words, place = spread
+    return f"part {tuple(place)} of a tensor of shape {tuple(shape)} with {words}"
+
+
+def _form(value: Tensor, spread: _Spread | None) -> TensorStorageMetadata:
     """Describe a tensor as a checkpoint does."""
-    return TensorStorageMetadata(TensorProperties(value.dtype), value.shape, [])
+    shape = value.shape if spread is None else torch.Size(spread[0])
+    return TensorStorageMetadata(TensorProperties(value.dtype), shape, [])

@@ -6,7 +6,7 @@ anonymous memory, and it hands that to ranks that come after them. It never look
     keep    attempt, rank, copy (and a file descriptor)   holds memory; not complete
     begin   attempt, rank, copy                           is about to change: not complete
     done    attempt, rank, copy, about                    is complete
-    list                                                  what is complete
+    list                                                  the keeper's name, and what is complete
     fetch   attempt, rank, copy                           its file descriptor
     forget  attempt, rank or null, step or null           drops what these do not except
 
@@ -35,6 +35,7 @@ class Keeper:
         self._clients: dict[int, socket.socket] = {}
         self._held: dict[tuple[str, int, int], int] = {}
         self._about: dict[tuple[str, int, int], dict[str, Any]] = {}
+        self._name = os.urandom(8).hex()
 
     def serve(self, launcher: int) -> None:
         """Answer ranks until nobody needs this process any more."""
@@ -81,7 +82,7 @@ class Keeper:
     def _do(self, request: dict[str, Any], given: list[int]) -> tuple[Any, list[int]]:
         match request["do"]:
             case "list":
-                return [[*key, about] for key, about in self._about.items()], []
+                return [self._name, [[*key, about] for key, about in self._about.items()]], []
             case "forget":
                 self._forget(request)
                 return None, []

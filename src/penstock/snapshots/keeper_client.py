@@ -1,11 +1,13 @@
 """The connection of a rank to the keeper of its machine."""
 
 import json
+import mmap
 import os
 import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from penstock.errors import CheckpointError
@@ -55,10 +57,49 @@ class KeeperClient:
                 "as long as the launcher: start the training again, from a checkpoint."
             ) from error
 
+    @property
+    def name(self) -> str:
+        """The name of the keeper: no other has it, on any machine."""
+        (name, _), _ = self.ask("list")
+        return str(name)
+
     def entries(self) -> list[Entry]:
         """Return what is complete."""
-        found, _ = self.ask("list")
+        (_, found), _ = self.ask("list")
         return [Entry(*each) for each in found]
+
+    def make_memory(
+        self, before: mmap.mmap | None, size: int, attempt: str, rank: int, copy: int
+    ) -> mmap.mmap:
+        """Return memory that the keeper holds, and knows is not complete now.
+
+        That is what it held `before`, if the size is the same.
+        """
+        key: dict[str, Any] = {"attempt": attempt, "rank": rank, "copy": copy}
+        if before is not None and len(before) == size:
+            self.ask("begin", **key)
+            return before
+        number = os.memfd_create("penstock-snapshot", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(number, size)
+            memory = mmap.mmap(number, size)
+            self.ask("keep", given=number, **key)
+        finally:
+            os.close(number)
+        return memory
+
+    def complete(self, attempt: str, rank: int, copy: int, about: Mapping[str, Any]) -> None:
+        """Let the keeper know that memory is complete."""
+        self.ask("done", attempt=attempt, rank=rank, copy=copy, about=dict(about))
+
+    def map(self, entry: Entry) -> mmap.mmap:
+        """Return the memory of what is complete."""
+        attempt, rank, copy, about = entry
+        _, [number] = self.ask("fetch", attempt=attempt, rank=rank, copy=copy)
+        try:
+            return mmap.mmap(number, about["bytes"])
+        finally:
+            os.close(number)
 
     def close(self) -> None:
         """End the connection."""

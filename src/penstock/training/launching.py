@@ -33,6 +33,8 @@ class Attempt(NamedTuple):
     num_ranks: int
     num_spares: int = 0
     """The processes that wait besides."""
+    has_meshes: bool = False
+    """True if ranks use DTensors: torch keeps their meshes, and would use them in another group."""
 
 
 class _Ended(BaseException):
@@ -82,7 +84,7 @@ def launch(
                 if not failed:
                     sys.stderr.write(processes.errors_of_first())  # Warnings; others have the same.
                     return 0
-                processes.sort_out(attempt.num_ranks)
+                processes.sort_out(attempt.num_ranks, may_go_on=not attempt.has_meshes)
                 attempt = go_on(failed)
             return _tell(first_cause(failed))
         except _Ended:

@@ -159,12 +159,16 @@ class RankProcesses:
         """Return the standard error of rank 0."""
         return self._all[0].errors.read_text(errors="replace")
 
-    def sort_out(self, num_ranks: int) -> None:
-        """End the processes that cannot run another command, after a failure on these ranks."""
+    def sort_out(self, num_ranks: int, *, may_go_on: bool) -> None:
+        """End the processes that cannot run another command, after a failure on these ranks.
+
+        Without `may_go_on`, these are all that have run one.
+        """
         kept = []
         for number, process in enumerate(self._all):
             code = process.code()
-            is_free = code == STOPPED_BY_ANOTHER if number < num_ranks else code is None
+            was_stopped = may_go_on and code == STOPPED_BY_ANOTHER
+            is_free = was_stopped if number < num_ranks else code is None
             if is_free and process.is_alive:
                 kept.append(process)
             else:

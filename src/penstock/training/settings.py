@@ -189,10 +189,11 @@ class TrainConfig:
                 f"--restarts is {self.restarts} without --checkpoint, so a restart would lose all "
                 "steps. Name a folder for checkpoints, or give --snapshot-every."
             )
-        if self.snapshot_every and self.shards > 1:
+        if self.snapshot_every and self.shards > 1 and self.min_ranks is not None:
             raise OptionError(
-                f"--snapshot-every is {self.snapshot_every} and --shards {self.shards}. Expected "
-                "parameters that are whole on each rank: give --replicas, or only --checkpoint."
+                f"--snapshot-every is {self.snapshot_every}, --shards {self.shards} and "
+                f"--min-ranks {self.min_ranks}, but snapshots of shards fit the same number of "
+                "ranks alone. Leave out --min-ranks, or --snapshot-every."
             )
         for name in ("min_ranks", "spares"):
             if getattr(self, name) and not self.restarts:
