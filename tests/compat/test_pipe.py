@@ -14,7 +14,7 @@ import penstock
 from penstock import compat
 from penstock.compat import Pipe
 from penstock.errors import PartitionError, StageError, StepError, TraceError
-from pipe_models import CUT_AT, KINDS, Outputs, make_inputs, make_net
+from pipe_models import CUT_AT, KINDS, make_inputs, make_net
 
 
 def make_theirs(model: nn.Module, *example: Any, **options: Any) -> Any:
@@ -405,12 +405,14 @@ def test_step_gives_tensors_and_sums_gradients_of_tied_parameters(kind: str) -> 
         return schedule.step(x, scale) if group.rank == 0 else schedule.step()
 
     _, outputs = penstock.local_ranks(2, on_rank)
-    expected = make_net(kind)(x, scale)
-    if isinstance(expected, Outputs):
+    # On some processors, a larger batch rounds differently.
+    parts = [make_net(kind)(part, scale) for part in x.chunk(2)]
+    if kind == "object":
         assert isinstance(outputs, tuple)
-        assert_same((expected.logits, expected.hidden), outputs)
+        rows = zip(*((part.logits, part.hidden) for part in parts), strict=True)
+        assert_same(tuple(map(torch.cat, rows)), outputs)
     else:
-        assert_same(expected, outputs)
+        assert_same(torch.cat(parts), outputs)
     for name, stage in (("embed.weight", 0), ("head.weight", 1), ("layers.3.weight", 1)):
         own = pipe.get_stage_module(stage).get_parameter(name)
         torch.testing.assert_close(whole.get_parameter(name).grad, own.grad)

@@ -131,8 +131,9 @@ def test_context_without_gradients_is_refused_in_training(
         if group.rank == place:
             stage.register_forward_context(lambda info: mode())
         outputs = pipeline.eval(x)
-        if outputs is not None:
-            assert torch.equal(nn.Sequential(*modules)(x), outputs)
+        if outputs is not None:  # On some processors, a larger batch rounds differently.
+            whole = nn.Sequential(*modules)
+            assert torch.equal(torch.cat([whole(part) for part in x.tensor_split(M)]), outputs)
         pipeline.step(x, target=target)
 
     message = (
