@@ -177,7 +177,7 @@ def test_search_as_json_has_the_schedule_and_what_was_tried() -> None:
 
 
 def test_search_recomputes_if_it_is_asked_to() -> None:
-    shape = ("search", "-m", 6, "--placement", "linear", "--memory", 2, "--effort", 0.1, "--json")
+    shape = ("search", "-m", 6, "--placement", "linear", "--memory", 2, "--effort", 0.02, "--json")
     plain, found = (
         json.loads("\n".join(run(*shape, *flag).lines)) for flag in ((), ("--recompute",))
     )
@@ -272,7 +272,7 @@ def test_compare_with_recomputation_is_for_searched_schedules() -> None:
 
 def test_schedule_that_recomputes_has_no_gap_to_a_bound_for_others(tmp_path: Path) -> None:
     args = ("-p", 2, "-m", 4, "--memory", 1)
-    run("search", *args, "--recompute", "--effort", 0.05, "-o", tmp_path / "again.csv")
+    run("search", *args, "--recompute", "--effort", 0.01, "-o", tmp_path / "again.csv")
     for option, is_known in (("--recompute", True), ("--no-search", False)):
         ran = run("compare", tmp_path / "again.csv", *args, option, "--json")
         [row] = [row for row in json.loads(ran.out)["schedules"] if "again" in row["name"]]
@@ -280,7 +280,7 @@ def test_schedule_that_recomputes_has_no_gap_to_a_bound_for_others(tmp_path: Pat
 
 
 def test_search_says_what_is_recomputed_and_the_order_of_microbatches() -> None:
-    args = ("search", "-p", 2, "--effort", 0.05)
+    args = ("search", "-p", 2, "--effort", 0.01)
     assert any("recompute" in line for line in run(*args, "--recompute", "--memory", 1).lines)
     lines = run(*args, "--lengths", "3,1,2").lines
     assert any(line.startswith("Microbatches run in the order ") for line in lines)

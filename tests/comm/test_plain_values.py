@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils import _pytree as pytree
 
 from fuzzing import IS_LONG
 from penstock import CostTable, schedules
@@ -50,6 +51,27 @@ def test_value_arrives_as_it_was(value: Any) -> None:
     assert type(value) is type(found)
     assert value == found
     assert repr(value) == repr(found)
+
+
+@dataclass
+class Results(OrderedDict[str, Any]):
+    """As transformers has them: a dataclass and a dict, which pytree knows."""
+
+    loss: Any = None
+
+    def __post_init__(self) -> None:
+        self["loss"] = self.loss
+
+
+pytree.register_pytree_node(
+    Results, lambda value: (list(value.values()), None), lambda values, _: Results(*values)
+)
+
+
+def test_container_that_is_a_dataclass_arrives_as_it_was() -> None:
+    found = of_bytes(to_bytes(Results([1, 2])))
+    assert Results is type(found)
+    assert {"loss": [1, 2]} == found
 
 
 def test_nan_arrays_and_errors_arrive_as_they_were() -> None:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "hugging_face"))
 import try_type  # after the path
 from found_table import BEGIN, END, PAGE, is_trained, load, make_table
 
+from fuzzing import IS_LONG
 from penstock.cutting import CutModel, cut_between_layers
 
 # How each is cut: bloom has an autograd Function, opt and bart may drop layers, and the costs of
@@ -36,7 +37,8 @@ def _default_dtype() -> Any:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("label", WAYS)
+@pytest.mark.fuzz
+@pytest.mark.parametrize("label", WAYS if IS_LONG else list(WAYS)[:3])  # The last takes long.
 def test_gradients_of_two_stages_are_those_of_the_whole_model(label: str) -> None:
     pytest.importorskip("transformers")
     category, _, kind = label.partition("/")

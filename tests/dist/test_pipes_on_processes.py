@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock import compat
-from pipe_models import CUT_AT, Outputs, make_inputs, make_net
+from pipe_models import CUT_AT, make_inputs, make_net
 from stage_training import Group, rank_in
 from worker_pool import WorkerPool
 
@@ -39,11 +39,12 @@ def test_step_of_a_model_with_its_own_outputs_gives_a_tuple(
     has_loss: bool, pool: WorkerPool
 ) -> None:
     (nothing, first_grads), (outputs, last_grads) = pool.run(2, step_pipe, has_loss)
-    with torch.no_grad():
-        expected = make_net("object")(*make_inputs(SIZE))
-    assert isinstance(expected, Outputs)
+    x, scale = make_inputs(SIZE)
+    with torch.no_grad():  # On some processors, a larger batch rounds differently.
+        parts = [make_net("object")(part, scale) for part in x.chunk(2)]
+    logits, hidden = zip(*((part.logits, part.hidden) for part in parts), strict=True)
     assert nothing is None
     assert tuple is type(outputs)
-    assert torch.equal(expected.logits, outputs[0])
-    assert torch.equal(expected.hidden, outputs[1])
+    assert torch.equal(torch.cat(logits), outputs[0])
+    assert torch.equal(torch.cat(hidden), outputs[1])
     assert all((grad is not None) == has_loss for grad in (*first_grads, *last_grads))

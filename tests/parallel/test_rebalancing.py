@@ -376,6 +376,13 @@ def test_hooks_are_refused() -> None:
     with slow_rank():
         refuse("rank 0: the module '' of stage 0 has hooks that the model did not", {}, prepare)
 
+    def mask(pipe: ParallelModel) -> None:
+        for parameter in pipe.parameters():
+            parameter.register_hook(lambda grad: grad)
+
+    with slow_rank():
+        refuse("has hooks, which cannot be moved. Remove them before, and add them", {}, mask)
+
 
 def test_gradients_that_are_not_complete_are_refused() -> None:
     def prepare(pipe: ParallelModel) -> None:

@@ -220,6 +220,34 @@ def test_accumulated_step_is_skipped_as_a_whole() -> None:
     assert {(True, True, 2, 2)} == set(run_ranks(use, bad_values="skip"))
 
 
+def test_bad_value_is_that_of_the_last_step_alone() -> None:
+    def use(pipe: Pipeline, x: Tensor, target: Tensor) -> Any:
+        assert step(pipe, spoil_batch(x), target) is not None
+        return step(pipe, x, target, finalize=False)
+
+    assert [None, None] == run_ranks(use, bad_values="skip")
+
+
+class Prompted(Block):
+    """Gives a parameter to a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.mlp(self.prompt)
+
+
+def test_parameters_that_modules_take_keep_no_hooks() -> None:
+    def use(pipe: Pipeline, x: Tensor, target: Tensor) -> Any:
+        step(pipe, x, target)
+        prompts = [stage.submod.get_parameter("prompt") for stage in pipe.stages.values()]
+        return [len(prompt._backward_hooks or ()) for prompt in prompts]
+
+    assert [[0, 0]] * 2 == run_ranks(use, block=lambda number: Prompted(), bad_values="report")
+
+
 def test_bad_step_raises_on_all_ranks_and_the_pipeline_goes_on() -> None:
     def use(pipe: Pipeline, x: Tensor, target: Tensor) -> Any:
         with pytest.raises(BadValueError) as caught:
@@ -306,5 +334,7 @@ def test_bad_value_in_an_evaluation_is_not_looked_for() -> None:
 def test_wrong_bad_values_are_refused() -> None:
     with pytest.raises(StageError, match=r"bad_values is 'stop'\. Expected 'report', 'skip' or"):
         run_ranks(lambda *_: None, bad_values="stop")
+    with pytest.raises(StageError, match="bad_values is 'skip', but there is no loss_fn, and"):
+        run_ranks(lambda *_: None, bad_values="skip", loss_fn=None)
     with pytest.raises(StageError, match="bad_values is 'skip', but on_grads_ready is given"):
         run_ranks(lambda *_: None, bad_values="skip", on_grads_ready=print)

@@ -174,8 +174,8 @@ def test_parallelized_model_takes_work() -> None:
     assert given == pytest.approx(one, rel=1e-14)
 
 
-@pytest.mark.parametrize("schedule", ["auto", "ZB-V"])
-def test_any_schedule_runs_by_work(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", [penstock.Auto(seconds=1.0), "ZB-V"], ids=str)
+def test_any_schedule_runs_by_work(schedule: str | penstock.Auto) -> None:
     x, target = randn(8, 6), randn(8, 6)
 
     def main(group: penstock.LocalGroup) -> None:

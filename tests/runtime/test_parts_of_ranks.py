@@ -11,6 +11,7 @@ import torch
 from failing_steps import Layer, errors_of, mse_loss
 from split_model import make_stages
 
+from fuzzing import rotated
 from penstock import LocalGroup, Pipeline, PipelineStage, Schedule, local_ranks, schedules
 from penstock.errors import AgreementError, ScheduleError
 from penstock.ir import Backward, Forward, LazyOrders, Rank, Skip
@@ -197,8 +198,7 @@ def _count_calls(name: str, p: int, place: int) -> Counter[tuple[str, str]]:
     return calls
 
 
-@pytest.mark.parametrize("place", [0, 1, -2, -1])
-@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-H1", "Interleaved1F1B"])
+@rotated(place=[0, 1, -2, -1], name=["GPipe", "1F1B", "ZB-H1", "Interleaved1F1B"])
 def test_calls_of_a_step_do_not_grow_with_the_number_of_ranks(name: str, place: int) -> None:
     few, many = (_count_calls(name, p, place) for p in (3, 12))
     assert sum(few.values()) > 1000

@@ -74,17 +74,17 @@ class Compiled(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*was compiled by torch.compile, whose backward cannot be")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch warns of itself.
-@pytest.mark.parametrize("parts", [None, ["middle"], ["first", "middle"]], ids=str)
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
+@rotated(
+    parts=[None, ["middle"], ["first", "middle"]],
+    how=[
         ("aot_eager", "1F1B"),
         ("aot_eager", "ZB-H1"),
         ("inductor", "DualPipeV"),
         ("penstock", "ZB-V"),
     ],
 )
-def test_compiled_stages_give_the_same(backend: str, name: str, parts: list[str] | None) -> None:
+def test_compiled_stages_give_the_same(how: tuple[str, str], parts: list[str] | None) -> None:
+    backend, name = how
     """The inputs of the second stage need gradients, so its compiled backward can be split."""
     schedule, batch, found = FOUR_STAGES[name], mlp_batch(), []
     for each in (schedule, recomputed(schedule)["all"]):

@@ -127,6 +127,25 @@ def test_step_that_one_rank_lacks_is_not_complete() -> None:
     assert None is newest_complete(entries[2:])
 
 
+def test_snapshots_after_a_read_in_the_same_process_are_kept(
+    launcher: subprocess.Popen[bytes],
+) -> None:
+    """Such as that of a training which goes back once its loss is too large."""
+    kept = KeptState(alone)
+    for step in (10, 20):
+        kept.write(step, tensors(step), {})
+    assert kept.read() is not None
+    for step in (30, 40, 50):
+        kept.write(step, tensors(step), {})
+        kept._finish()
+        found = KeptState(alone).read()
+        assert found is not None
+        assert step == found.step
+        assert torch.equal(tensors(step)["model.weight"], found.parts[0].tensors["model.weight"])
+        assert kept.read() is not None  # The other has told the keeper to drop the rest.
+    kept.close()
+
+
 def test_damaged_memory_is_refused(launcher: subprocess.Popen[bytes]) -> None:
     kept = KeptState(alone)
     kept.write(10, tensors(10), {})

@@ -8,7 +8,7 @@ import pytest
 from penstock.training.gpt_sizes import SIZES
 from penstock.training.launching import first_cause, is_worker, make_store
 from penstock.training.rank_processes import STOPPED_BY_ANOTHER, Failure
-from penstock.training.restarting import Restarts
+from penstock.training.restarting import Restarts, num_lost
 from penstock.training.settings import TrainConfig
 
 
@@ -97,6 +97,15 @@ def test_spare_takes_the_place_of_a_lost_rank_before_there_are_fewer(
     expected = [(4, 0), (3, 0), None]
     assert expected == [each and (each.num_ranks, each.spares) for each in found]
     assert capsys.readouterr().err.endswith(": 2 ranks are left, and --min-ranks is 3\n")
+
+
+def test_ranks_that_failed_because_of_another_are_not_lost(tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    errors.write_text("RuntimeError: Connection closed by peer")
+    others = [Failure(rank, 70 + rank, 1, errors) for rank in (0, 1)]
+    assert 1 == num_lost([*others, Failure(2, 72, -signal.SIGKILL, errors)])
+    assert 2 == num_lost([Failure(rank, 70 + rank, -signal.SIGKILL, errors) for rank in (2, 3)])
+    assert 1 == num_lost(others)
 
 
 def test_training_that_was_told_what_is_wrong_or_is_done_does_not_go_on(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from torch.distributed import distributed_c10d
 
 from penstock.errors import CommError, DeadlineError
 from penstock.ir import Rank
+from penstock.watch.finding import Finding
 from penstock.watch.rank_watch import RankWatch
 
 _FAILURE = "failure"
@@ -44,10 +45,11 @@ class Failures:
 
     def find_dead(self) -> str:
         """Return which ranks the watch has found dead, in words, or an empty text."""
-        if self._watch is None:
-            return ""
-        found = [one for one in self._watch.findings() if one not in self._elsewhere]
-        return "; ".join(map(self._watch.describe, found))
+        return "" if self._watch is None else "; ".join(map(self._watch.describe, self._dead()))
+
+    def _dead(self) -> list[Finding]:
+        found = [] if self._watch is None else self._watch.findings()
+        return [one for one in found if one not in self._elsewhere]
 
     def explain(self, exc: Exception, awaited: str, waited_s: float) -> CommError:
         """Return an error that says why a wait ended in an exception."""
@@ -69,14 +71,17 @@ class Failures:
     def _find_reason(self, grace_s: float) -> str:
         """Return a dead rank, or else the first failure that a rank has reported, or nothing.
 
-        The store is not asked once a rank is known to be dead: it may be on a host that is.
+        The store is not asked once a rank is known to be dead, as it may be on a host that is;
+        unless ranks have only ended themselves, which may have reported why.
         """
         until_s = time.monotonic() + grace_s
         while True:
-            if dead := self.find_dead():
-                return f"{dead}."
-            if report := self._find_report():
+            dead = self.find_dead()
+            may_ask = all(finding.has_ended_itself for finding in self._dead())
+            if may_ask and (report := self._find_report()):
                 return report
+            if dead:
+                return f"{dead}."
             if time.monotonic() >= until_s:
                 return ""
             time.sleep(0.05)

@@ -61,6 +61,9 @@ def _pack(value: Any) -> Any:
         return [_pack(each) for each in value]
     if (packer := _PACKERS.get(kind)) is not None:
         return packer(value)
+    if kind in pytree.SUPPORTED_NODES:
+        children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+        return {"node": [*_name_of(kind), _pack(list(children)), _pack(context)]}
     if isinstance(value, Enum):
         return {"member": [*_name_of(kind), value.name]}
     if is_dataclass(value):
@@ -76,9 +79,6 @@ def _pack(value: Any) -> Any:
     if kind.__name__ in _PLACEMENTS and kind.__module__.startswith("torch.distributed."):
         given = [_pack(getattr(value, name)) for name in _PLACEMENTS[kind.__name__]]
         return {"placement": [kind.__name__, given]}
-    if kind in pytree.SUPPORTED_NODES:
-        children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
-        return {"node": [*_name_of(kind), _pack(list(children)), _pack(context)]}
     inside = value.values() if isinstance(value, dict) else ()
     if any(isinstance(each, torch.Tensor) for each in (value, *inside)):
         raise TypeError(

@@ -78,6 +78,8 @@ class ProcessGroupComm(AbstractComm):
         members = dist.get_process_group_ranks(group)
         self._failures = Failures(self._store, self.rank, timeout_s, watch, members)
         self._gathered: list[str] = []
+        """The keys of what was gathered to connect."""
+        self._num_gathers = 0
         self._is_open = True
         self._links: dict[Rank, AbstractLink] = {}
         self._channels = OpenChannels(self.rank)
@@ -98,9 +100,10 @@ class ProcessGroupComm(AbstractComm):
 
     def gather(self, value: Any, what: str = BEGINNING) -> list[Any]:
         """Exchange values through the store: they are few and small, and their sizes differ."""
-        number = len(self._gathered)
+        number, self._num_gathers = self._num_gathers, self._num_gathers + 1
         keys = [f"gathered {number} from rank {rank}" for rank in range(self.num_ranks)]
-        self._gathered.append(keys[self.rank])
+        if not self._links:
+            self._gathered.append(keys[self.rank])
         has_put = self._store.check([keys[self.rank]])  # In an attempt that it gave up.
         self._put(keys[self.rank], value)
         num_put = f"ranks in gather {number}"
@@ -110,17 +113,26 @@ class ProcessGroupComm(AbstractComm):
             try:
                 self._wait_for_all(num_put, deadline_s)
                 # One question for all: the process that keeps the store answers one at a time.
-                values = [of_bytes(value) for value in self._store.multi_get(keys)]
+                texts = self._store.multi_get(keys)
             except (RuntimeError, TimeoutError) as exc:
                 awaited = f"{self._name_absent(keys)} {what}"
                 raise self._failures.explain(exc, awaited, self._timeout_s) from exc
+            values = [of_bytes(text) for text in texts]
             if not any(isinstance(x, str) and x == _GAVE_UP for x in values):
+                self._forget(number - 1)
                 return values
             if time.monotonic() >= deadline_s:
                 gone = [rank for rank, x in enumerate(values) if isinstance(x, str)]
                 awaited = f"{_name(gone)} to begin a first step again, after giving up"
                 raise self._failures.explain(TimeoutError(), awaited, self._timeout_s)
             time.sleep(0.05)
+
+    def _forget(self, number: int) -> None:
+        """Delete what this rank has put for a gather, which all ranks have left by now."""
+        if number >= len(self._gathered):
+            self._store.delete_key(f"gathered {number} from rank {self.rank}")
+            if self.rank == 0:
+                self._store.delete_key(f"ranks in gather {number}")
 
     def _wait_for_all(self, count: str, deadline_s: float) -> None:
         """Wait until all ranks were counted; raise an error at the deadline, or if one is dead.

@@ -4,6 +4,7 @@ The first rank that needs the watch makes its sentinel the hub, and puts the add
 into the store; the others read them there. A rank takes part from its first pipeline on.
 """
 
+import atexit
 import contextlib
 import ipaddress
 import json
@@ -13,10 +14,12 @@ import secrets
 import socket
 import struct
 import sys
+import traceback
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing import util
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -26,6 +29,8 @@ from penstock.watch.rank_watch import RankWatch
 LOGGER = logging.getLogger("penstock")
 
 _MEETING_S = 30.0
+_NAMING_S = 2.0
+"""How long a rank whose collective failed waits for the name of a dead one."""
 _LOOPBACK = "127.0.0.1"
 _GET_ADDRESS = 0x8915  # The ioctl SIOCGIFADDR: see netdevice(7).
 
@@ -80,10 +85,32 @@ def _take_part(world: dist.ProcessGroup) -> RankWatch | None:
             watch.leave()
         LOGGER.warning("rank %d is not watched: %s.", rank, exc)
         return None
-    weakref.finalize(world, watch.leave)
+    of_world = weakref.ref(world)
+    watch.is_needed = lambda: dist.group.WORLD is not None and dist.group.WORLD is of_world()
+    weakref.finalize(world, watch.leave).atexit = False
+    atexit.register(_end_with_process, watch)
     # Processes of multiprocessing do not run what is registered with atexit.
-    util.Finalize(None, watch.leave, exitpriority=0)
+    util.Finalize(None, _end_with_process, args=(watch,), exitpriority=0)
     return watch
+
+
+def _end_with_process(watch: RankWatch) -> None:
+    """Leave at the end of the process, unless it failed: then its sentinel tells the others.
+
+    A collective of the user's own fails before the watch knows why: it is given time to say so.
+    """
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if error is None:
+        watch.leave()
+    elif _is_of_torch(error):
+        watch.await_findings(_NAMING_S)
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Return whether torch.distributed has raised an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    folder = str(Path(dist.__file__).parent)
+    return bool(frames) and frames[-1].f_code.co_filename.startswith(folder)
 
 
 def _meet(watch: RankWatch, store: distributed_c10d.Store) -> None:

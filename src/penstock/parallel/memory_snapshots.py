@@ -65,7 +65,8 @@ class Snapshots:
         """Load the newest snapshot that all ranks have; return its step and its `extra`.
 
         All ranks must call it. Return None if there is none of a step later than `after`. Random
-        generators are restored if there are as many ranks as before.
+        generators are restored if there are as many ranks as before, and each rank gets its own
+        `extra`; otherwise all get that of a rank that their machine has.
         """
         found = self._kept.read()
         if found is None or found.step <= after:
@@ -133,7 +134,7 @@ class Snapshots:
             self._state.fill(Path(f"the snapshot of step {found.step}"), forms, groups, read)
         for part in own:
             self._restore_generators(part)
-        first = min(found.parts, key=lambda part: part.rank)
+        first = min(own or found.parts, key=lambda part: part.rank)
         return dict(without_keys_apart(first.extra["extra"]))
 
     def _restore_generators(self, own: Part) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.comm.plain_values import to_bytes
 from penstock.cutting import Balanced, CutModel, cut_any
 from penstock.errors import PartitionError
 from penstock.ir import Placement, StageId
@@ -37,7 +38,7 @@ from penstock.runtime.pipeline_successor import (
     take_over,
 )
 from penstock.stage import GroupOrMesh, PipelineStage
-from penstock.torch_private import hooks_of_calls, pytree
+from penstock.torch_private import grad_and_hooks, hooks_of_calls, pytree
 
 LOGGER = logging.getLogger("penstock")
 _WHAT = "to move layers between ranks"
@@ -89,14 +90,17 @@ class Recutting:
     ) -> Rebalanced | None:
         """Move layers to where they take least; return None if they are there already."""
         rank = next(iter(pipeline.stages.values())).group_rank
-        old, problem, held = None, "", None
+        old, problem, held, settings = None, "", None, None
         try:
             self._check(pipeline)
             old = HeldTensors([s.submod for s in pipeline.stages.values()], optimizer, self.device)
-            held = old.describe()
+            held, settings = old.describe(), old.settings()
+            to_bytes(settings)
         except PartitionError as error:
             problem = str(error)
-        facts = (problem, stage_times(pipeline), held, None if old is None else old.settings())
+        except TypeError as error:  # It is not data.
+            problem = f"the settings of the optimizer cannot be moved: {error}"
+        facts = (problem, stage_times(pipeline), held, None if problem else settings)
         ranks = pipeline.gather(facts, _WHAT)
         _raise_first([one for one, *_ in ranks])
         _check_optimizers([settings for *_, settings in ranks])
@@ -156,6 +160,17 @@ class Recutting:
                     raise PartitionError(
                         f"the module {name!r} of stage {index} has hooks that the model did not "
                         "have, and which cannot be moved. Remove them before."
+                    )
+            for name, parameter in stage.submod.named_parameters():
+                if any(grad_and_hooks(parameter)[1:]):
+                    raise PartitionError(
+                        f"the parameter {name!r} of stage {index} has hooks, which cannot be "
+                        "moved. Remove them before, and add them again after."
+                    )
+                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                    raise PartitionError(
+                        f"the gradient of {name!r} of stage {index} is sparse, and cannot be "
+                        "moved. Move layers after zero_grad()."
                     )
 
     def _has_hooks(self, name: str) -> bool:

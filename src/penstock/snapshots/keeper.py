@@ -92,6 +92,8 @@ class Keeper:
                 [number] = given
                 self._drop(key)
                 self._held[key] = os.dup(number)
+            case "begin" | "done" if key not in self._held:
+                raise LookupError(key)
             case "begin":
                 self._about.pop(key, None)
             case "done":

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from penstock.snapshots import keeper
 from penstock.snapshots.keeper import user_of
 
 _ANSWER_S = 60.0
+_MEETING_S = 5.0
 
 
 class Entry(NamedTuple):
@@ -36,6 +38,12 @@ class KeeperClient:
             raise CheckpointError(
                 f"snapshots in memory need Linux, and this is {sys.platform}. Save to a folder "
                 "instead."
+            )
+        if launcher == 0:
+            raise CheckpointError(
+                "this process has no parent in its container, so no process could keep snapshots "
+                "for those that come after it. Expected a launcher there, such as torchrun: start "
+                "the rank by one, or save to a folder."
             )
         self._socket = _connect(launcher) or _start(launcher)
         self._socket.settimeout(_ANSWER_S)
@@ -168,7 +176,10 @@ def _start(launcher: int) -> socket.socket:
         timeout=_ANSWER_S,
         check=False,
     )
-    found = _connect(launcher)
+    until_s = time.monotonic() + _MEETING_S
+    # The keeper that another rank has started may not listen yet.
+    while (found := _connect(launcher)) is None and time.monotonic() < until_s:
+        time.sleep(0.02)
     if found is None:
         raise CheckpointError(
             f"the keeper of snapshots could not be started (exit code {started.returncode}). "

@@ -113,10 +113,10 @@ class KeptState:
         It has the parts that this machine has, and those from others that this rank needs: its
         own, or all if the number of ranks has changed.
         """
-        rows = [
-            [Entry(*each) for each in row] for row in self._gather(self._keeper.entries(), _WHAT)
-        ]
-        newest = newest_complete(list({each[:3]: each for row in rows for each in row}.values()))
+        self._finish()
+        own = self._keeper.entries()
+        rows = [[Entry(*each) for each in row] for row in self._gather(own, _WHAT)]
+        newest = newest_complete([entry for row in rows for entry in row])
         if newest is None:
             return None
         attempt, step = newest
@@ -130,6 +130,9 @@ class KeptState:
                 parts[rank] = self._fetch(rank, rows)
         self._gather(None, _WHAT)  # Before anything is dropped.
         self._keeper.ask("forget", attempt=attempt, rank=None, step=step)
+        self._copies = [None] * _COPIES  # The keeper may have dropped them.
+        if self._server is not None:
+            self._server.copies.clear()
         return Snapshot(step, num_ranks, tuple(parts.values()))
 
     def close(self) -> None:
@@ -139,7 +142,7 @@ class KeptState:
         ranks = [self.rank]
         if self._server is not None:
             self._server.close()
-            ranks += self._server.ranks
+            ranks += {rank for _, rank, _ in self._server.copies}
         for rank in ranks:
             self._keeper.ask("forget", attempt=self._attempt, rank=rank, step=None)
         self._keeper.ask("forget", attempt=self._attempt, rank=None, step=None)

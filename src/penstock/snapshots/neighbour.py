@@ -13,9 +13,11 @@ JSON with the secret of these ranks, and its answer; memory follows as bytes.
 
 import hmac
 import json
+import logging
 import mmap
 import socket
 import socketserver
+import sys
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,8 @@ from typing import Any, NamedTuple
 
 from penstock.errors import CheckpointError
 from penstock.snapshots.keeper_client import Entry, KeeperClient
+
+LOGGER = logging.getLogger("penstock")
 
 _WAIT_S = 60.0
 """How long the other end may take for a part of a message."""
@@ -48,9 +52,9 @@ class CopyServer:
         self.address = Address(host, self._server.server_address[1])
 
     @property
-    def ranks(self) -> list[int]:
-        """The ranks that have a copy here."""
-        return sorted({rank for _, rank, _ in self._server.copies})
+    def copies(self) -> dict[tuple[str, int, int], mmap.mmap]:
+        """The memory of the copies: by attempt, rank and copy."""
+        return self._server.copies
 
     def close(self) -> None:
         """Listen no longer."""
@@ -69,7 +73,12 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__((host, 0), _Request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """The other end sees that it gets no answer, and says so."""
+        """Log why a request gets no answer; the other end goes on without."""
+        LOGGER.warning(
+            "a request for copies of snapshots, from %s, has failed: %s.",
+            client_address[0],
+            sys.exc_info()[1],
+        )
 
 
 class _Request(socketserver.StreamRequestHandler):

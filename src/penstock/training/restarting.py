@@ -32,7 +32,7 @@ class Restarts:
         saved = saved_steps(Path(config.checkpoint)) if config.checkpoint else []
         if saved and saved[-1] >= config.steps:  # It died after the end of the training.
             return None
-        self._num_places -= sum(each.is_own for each in failed)
+        self._num_places -= num_lost(failed)
         num_ranks, spares = config.num_ranks, config.spares
         if config.min_ranks is not None:
             num_ranks = min(num_ranks, self._num_places // config.num_pipelines)
@@ -50,6 +50,14 @@ class Restarts:
             f"{config.restarts})"
         )
         return following
+
+
+def num_lost(failed: Sequence[Failure]) -> int:
+    """Return how many ranks were lost: others may have failed because of these.
+
+    They are those that a signal has ended; if there are none, the one that failed first.
+    """
+    return max(1, sum(each.is_own and each.code < 0 for each in failed))
 
 
 def _say(text: str) -> None:

@@ -45,6 +45,8 @@ def _waiting_in() -> str:
     path = Path(frame.f_code.co_filename)
     if not any(path.is_relative_to(folder) for folder in _folders()):
         return ""
+    if path.parent.name == "cli":  # A command that lingers waits for its launcher alone.
+        return ""
     return f"{frame.f_code.co_name} ({path}:{frame.f_lineno})"
 
 

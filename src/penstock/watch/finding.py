@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+ENDED = "ended with exit status"
+"""Begins what is wrong with a rank that ended by an error of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -28,6 +31,11 @@ class Finding:
         if type(found.rank) is not int or not all(type(text) is str for text in texts):
             raise ConnectionError("a finding has a part of another type")
         return found
+
+    @property
+    def has_ended_itself(self) -> bool:
+        """True if the process ended by an error of its own, and so its host is there."""
+        return self.how.startswith(ENDED)
 
     def as_message(self) -> dict[str, Any]:
         """Return the finding as a JSON object."""

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -54,6 +56,8 @@ class RankWatch:
         self._waiting: weakref.WeakSet[Interruptible] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._has_left = False
+        self.is_needed: Callable[[], bool] = lambda: True
+        """Returns whether this process is still a rank of the world that is watched."""
         self._listener: threading.Thread | None = None
 
     @classmethod
@@ -89,6 +93,12 @@ class RankWatch:
         """Return the ranks that were found dead."""
         with self._lock:
             return list(self._findings)
+
+    def await_findings(self, timeout_s: float) -> None:
+        """Wait until a rank is found dead, or the time is over."""
+        until_s = time.monotonic() + timeout_s
+        while not self.findings() and time.monotonic() < until_s:
+            time.sleep(0.02)
 
     def is_of_this_process(self) -> bool:
         """Return False in a fork, which has no sentinel."""
@@ -128,7 +138,10 @@ class RankWatch:
                 elif self._take([Finding.of(found) for found in message.get("findings", ())]):
                     blockage = blockage or Blockage()
             if blockage is not None and blockage.has_lasted():
-                self._end_process(blockage)
+                if self.is_needed():
+                    self._end_process(blockage)
+                self.leave()
+                return
 
     def _take(self, findings: list[Finding]) -> bool:
         with self._lock:

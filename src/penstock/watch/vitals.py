@@ -5,6 +5,8 @@ import signal
 import struct
 from typing import NamedTuple
 
+from penstock.watch.finding import ENDED
+
 _STATE, _EXIT_CODE = 0, 49  # Fields of /proc/PID/stat after the name: see proc(5), less 3.
 # The ioctl PIDFD_GET_INFO, and the bit that asks it for the exit code: see linux/pidfd.h.
 _GET_INFO, _INFO_EXIT = 0xC040FF0B, 1 << 3
@@ -36,7 +38,7 @@ def ending_of(pid: int, pidfd: int | None) -> Ending:
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return Ending(f"was killed by {_name(-code)}", is_known=True, is_good=False)
-    return Ending(f"ended with exit status {code}", is_known=True, is_good=code == 0)
+    return Ending(f"{ENDED} {code}", is_known=True, is_good=code == 0)
 
 
 def _status_in_proc(pid: int) -> int | None:

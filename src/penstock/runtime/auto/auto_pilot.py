@@ -215,6 +215,8 @@ class AutoPilot(AbstractPilot):
         if len(phase.timed_s) < _NUM_TIMED:
             self._time(phase, meter)
             return False
+        if not self._is_looking(phase):  # A recording times all steps.
+            return False
         verdict = phase.watch.take(meter, work, self._comm, self._device, forms)
         limit = self._options.replan_when
         if limit is None or verdict is None:

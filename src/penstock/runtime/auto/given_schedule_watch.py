@@ -20,6 +20,7 @@ from penstock.ir import (
     StageId,
 )
 from penstock.ir.action import SingleCompute
+from penstock.runtime.auto.seen_work import SeenWork
 from penstock.runtime.auto.slow_watch import SlowWatch
 from penstock.runtime.measuring.action_times import Meter
 from penstock.runtime.measuring.measuring_steps import Share, join, receipt_s
@@ -44,6 +45,7 @@ class GivenScheduleWatch:
         self._device = device
         self._num_steps = 0
         self._meters: list[Meter] = []
+        self._works: list[Sequence[float]] = []
         self.watch: SlowWatch | None = None
         """The watch over later steps, once the first have been timed."""
 
@@ -71,9 +73,10 @@ class GivenScheduleWatch:
         self._num_steps += 1
         if isinstance(meter, Meter) and self._num_steps > _WARM_UP:
             self._meters.append(meter)
+            self._works.append(work)
             if len(self._meters) == _NUM_TIMED:
                 self.watch = self._begin(schedule, comm, forms)
-                self._meters = []
+                self._meters, self._works = [], []
 
     def _begin(
         self, schedule: Schedule, comm: AbstractComm, forms: Mapping[Message, Form]
@@ -84,7 +87,8 @@ class GivenScheduleWatch:
         share = Share(_stage_costs(self._meters, receipts_s), edges)
         costs = decide(comm, self._device, share, join, "the times of the first steps")
         usual_s = statistics.median(meter.ended_s - meter.began_s for meter in self._meters)
-        return SlowWatch(Plan(schedule, costs, receipts_s), self._share, usual_s)
+        seen = SeenWork.of(self._works)
+        return SlowWatch(Plan(schedule, costs, receipts_s), self._share, usual_s, seen)
 
 
 def _stage_costs(

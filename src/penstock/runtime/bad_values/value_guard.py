@@ -80,6 +80,11 @@ class ValueGuard:
                 f"bad_values is {given!r}. Expected 'report', 'skip' or 'raise', or None to look "
                 "for none."
             )
+        if settings.loss_fn is None:
+            raise StageError(
+                f"bad_values is {given!r}, but there is no loss_fn, and only steps with a backward "
+                "are looked at. Give one, or leave bad_values out."
+            )
         if given == "skip" and settings.on_grads_ready is not None:
             raise StageError(
                 "bad_values is 'skip', but on_grads_ready is given, which gets gradients before "
@@ -121,6 +126,7 @@ class ValueGuard:
         Steps that leave gradients to a later one are settled with that one.
         """
         if not is_final:
+            self.last = None
             return
         device = self._first.device
         found = decide(comm, device, self._seen_by_this_rank(), _first_of_a_bad_step, _WHAT)
@@ -180,7 +186,9 @@ class ValueGuard:
         rows = [
             self._as_bad_value(number, found, given)
             for number, (found, given) in enumerate(self._found)
-            if (found.stage, found.place) not in self._usual or found.value == "nan"
+            if (found.stage, found.place) not in self._usual
+            or found.value == "nan"
+            or found.phase is Phase.END
         ]
         is_bad = self._has_bad_loss or any(one.phase is Phase.END for one, _ in self._found)
         return is_bad, min(rows, key=lambda bad: bad.order).as_row() if rows else None

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.backward.wrappers import is_compiled
 from penstock.comm.collective_results import values_of
@@ -76,6 +77,7 @@ class ValueWatch(AbstractMemoryCount):
         self._stages = stages
         self._graphs = graphs
         self._noted: list[tuple[MicrobatchId | None, _Noted]] = []
+        self._hooks: list[RemovableHandle] = []
         self._new: list[_Noted] = []
         """Those of the running action."""
         self._last: ref[Tensor] | None = None
@@ -154,13 +156,15 @@ class ValueWatch(AbstractMemoryCount):
                         self._graphs[module] = graph
                         stack.enter_context(graph.noting(partial(self._note_between, index)))
             yield
+        for hook in self._hooks:  # Parameters that modules take as inputs would keep theirs.
+            hook.remove()
 
     def _note_between(self, stage: StageId, value: Any, source: str, takers: list[str]) -> None:
         """Note a value that passes from one module of a traced stage to others."""
         self._note(Phase.FORWARD, stage, [source], [value])
         if isinstance(value, Tensor) and value.requires_grad and takers:
             note = partial(self._note_one, Phase.BACKWARD, stage, takers)
-            value.register_hook(note)  # type: ignore[no-untyped-call]  # untyped in torch
+            self._hooks.append(value.register_hook(note))  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _before_call(
         self, stage: StageId, name: str, module: nn.Module, args: Any, kwargs: Any
@@ -177,7 +181,8 @@ class ValueWatch(AbstractMemoryCount):
                 continue
             names = [name]
             self._taken[id(x)] = ref(x), names
-            x.register_hook(partial(self._note_one, Phase.BACKWARD, stage, names))  # type: ignore[no-untyped-call]  # untyped in torch
+            note = partial(self._note_one, Phase.BACKWARD, stage, names)
+            self._hooks.append(x.register_hook(note))  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _after_call(
         self, stage: StageId, name: str, module: nn.Module, args: Any, outputs: Any
@@ -190,7 +195,8 @@ class ValueWatch(AbstractMemoryCount):
             for x in found:
                 if x.requires_grad:
                     place = "the gradients of its outputs"
-                    x.register_hook(partial(self._note_one, Phase.BACKWARD, stage, place))  # type: ignore[no-untyped-call]  # untyped in torch
+                    note = partial(self._note_one, Phase.BACKWARD, stage, place)
+                    self._hooks.append(x.register_hook(note))  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _note_one(self, phase: Phase, stage: StageId, place: Any, tensor: Tensor) -> None:
         self._note(phase, stage, place, [tensor])

@@ -9,7 +9,7 @@ import socket
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from penstock.costs import CostTable
@@ -30,6 +30,8 @@ from penstock.runtime.measuring.message_times import Edge
 from penstock.sim import simulate
 from penstock.sim.simulator import duration
 
+_MOST_NAMED = 8
+"""The most slow ranks that are named at once."""
 LEAST_S = 1e-3
 """What costs a step less than this is not worth a line in the log."""
 
@@ -68,10 +70,10 @@ class Plan:
     costs: CostTable
     receipts_s: Mapping[int, float]
     """For each edge of this rank, the time to take a message that has arrived."""
+    step_s: float = field(init=False)
 
-    @property
-    def step_s(self) -> float:
-        return simulate(self.schedule, self.costs).makespan
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step_s", simulate(self.schedule, self.costs).makespan)
 
     def stage_times(self, rank: Rank) -> dict[StageId, float]:
         """Return the seconds that each stage of a rank takes in a step."""
@@ -131,8 +133,12 @@ class RankTimes:
 
     def slowest(self, share: float) -> Part | None:
         """Return the part that takes longer by more than the share, and has lost most by it."""
-        slow = {p: change for p, change in self.changes.items() if change.ratio > 1 + share}
-        return max(slow, key=lambda p: (slow[p].ratio - 1) * slow[p].planned_s, default=None)
+        slow = [part for part, change in self.changes.items() if change.ratio > 1 + share]
+        return max(slow, key=self.lost_s, default=None)
+
+    def lost_s(self, part: Part) -> float:
+        """Return the time that a part takes longer than planned, in a step."""
+        return (self.changes[part].ratio - 1) * self.changes[part].planned_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +171,14 @@ def changed_costs(costs: CostTable, ranks: Iterable[RankTimes]) -> CostTable:
 def find_slow_ranks(plan: Plan, ranks: Sequence[RankTimes], share: float) -> dict[Rank, Slow]:
     """Return the ranks that are slower than planned by more than the share, if that costs time."""
     found: dict[Rank, Slow] = {}
-    for rank, times in enumerate(ranks):
-        part = times.slowest(share)
-        if part is None:
-            continue
+    slow = [
+        (times.lost_s(part), rank, part)
+        for rank, times in enumerate(ranks)
+        if (part := times.slowest(share)) is not None
+    ]
+    # All ranks wait meanwhile, and on many ranks a simulation takes long.
+    for _, rank, part in sorted(slow, reverse=True, key=lambda one: one[0])[:_MOST_NAMED]:
+        times = ranks[rank]
         now_s = simulate(plan.schedule, changed_costs(plan.costs, [times])).makespan
         if now_s - plan.step_s >= LEAST_S:
             kind, stage = part
