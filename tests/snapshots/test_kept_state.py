@@ -183,6 +183,7 @@ def test_keeper_that_cannot_be_trusted_or_had_is_refused(
     first.close()
     with monkeypatch.context() as patched:
         patched.setattr(keeper_client, "_connect", lambda launcher: None)
+        patched.setattr(keeper_client, "_MEETING_S", 0.0)
         with pytest.raises(CheckpointError, match=r"could not be started \(exit code 0\)"):
             KeeperClient(launcher.pid)
     monkeypatch.setattr(keeper_client.sys, "platform", "darwin")

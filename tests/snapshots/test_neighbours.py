@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -196,8 +197,9 @@ def test_only_those_who_know_the_secret_are_served(machines: Machines) -> None:
     try:
         for request in (b"", b"not JSON\n", b"[]\n", b'{"secret": "wrong"}\n', b"x" * 100_000):
             with socket.create_connection(server.address, HANG_S) as connection:
-                connection.sendall(request)
-                connection.shutdown(socket.SHUT_WR)
+                with suppress(OSError):  # It may have been closed already.
+                    connection.sendall(request)
+                    connection.shutdown(socket.SHUT_WR)
                 assert b"" == _all_of(connection)
         with pytest.raises(OSError, match=r"has not kept the copy|reset|Broken pipe"):
             put_copy(server.address, "wrong", key, {"bytes": 100}, memory)
@@ -209,7 +211,7 @@ def test_only_those_who_know_the_secret_are_served(machines: Machines) -> None:
         [entry] = keeper.entries()
         assert bytes(100) == fetch_copy(server.address, "right", entry)[:]
         for secret in ("wrong", ""):
-            with pytest.raises(CheckpointError, match=r"cannot be had from 127\.0\.0\.1 \(the con"):
+            with pytest.raises(CheckpointError, match=r"cannot be had from 127\.0\.0\.1 \("):
                 fetch_copy(server.address, secret, entry)
     finally:
         server.close()

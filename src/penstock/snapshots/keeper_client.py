@@ -17,6 +17,7 @@ from penstock.snapshots.keeper import user_of
 
 _ANSWER_S = 60.0
 _MEETING_S = 5.0
+_LARGEST_ANSWER = 1 << 20
 
 
 class Entry(NamedTuple):
@@ -45,8 +46,7 @@ class KeeperClient:
                 "for those that come after it. Expected a launcher there, such as torchrun: start "
                 "the rank by one, or save to a folder."
             )
-        self._socket = _connect(launcher) or _start(launcher)
-        self._socket.settimeout(_ANSWER_S)
+        self._socket = _reach(launcher)
         # A rank that failed never closes it, and may live on as a rank of the next attempt.
         self._end = weakref.finalize(self, self._socket.close)
 
@@ -55,7 +55,7 @@ class KeeperClient:
         try:
             request = json.dumps({"do": do, **facts}).encode()
             socket.send_fds(self._socket, [request], [] if given is None else [given])
-            data, handed, _, _ = socket.recv_fds(self._socket, 1 << 20, 1)
+            data, handed, _, _ = socket.recv_fds(self._socket, _LARGEST_ANSWER, 1)
             if not data:
                 raise ConnectionError("it has closed the connection")
             return json.loads(data), list(handed)
@@ -147,27 +147,52 @@ def _name(launcher: int) -> str:
     return f"penstock-keeper-{os.getuid()}-{launcher}-{began}"
 
 
+def _reach(launcher: int) -> socket.socket:
+    """Connect to a keeper, and start one if there is none; another rank may be quicker.
+
+    One that ends, as it keeps nothing any more, may still have the name for a moment.
+    """
+    until_s = time.monotonic() + _MEETING_S
+    while True:
+        if (found := _connect(launcher)) is not None:
+            return found
+        code = _start(launcher)
+        if (found := _connect(launcher)) is not None:
+            return found
+        if time.monotonic() > until_s:
+            raise CheckpointError(
+                f"the keeper of snapshots could not be started (exit code {code}). Expected a "
+                "process that this one may start: save to a folder instead."
+            )
+        time.sleep(0.05)
+
+
 def _connect(launcher: int) -> socket.socket | None:
-    """Connect to a keeper, if there is one of this user."""
+    """Connect to a keeper, if there is one of this user that answers."""
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        found.settimeout(_ANSWER_S)
         found.connect(f"\0{_name(launcher)}")
+        user = user_of(found)
+        if user == os.getuid():
+            found.send(b'{"do": "list"}')
+            if found.recv(_LARGEST_ANSWER):
+                return found
     except OSError:
         found.close()
         return None
-    user = user_of(found)
-    if user != os.getuid():
-        found.close()
-        raise CheckpointError(
-            f"the keeper of snapshots is a process of user {user}. Expected one of user "
-            f"{os.getuid()}, which runs this: let nobody else use its name."
-        )
-    return found
+    found.close()
+    if user == os.getuid():
+        return None
+    raise CheckpointError(
+        f"the keeper of snapshots is a process of user {user}. Expected one of user "
+        f"{os.getuid()}, which runs this: let nobody else use its name."
+    )
 
 
-def _start(launcher: int) -> socket.socket:
-    """Start a keeper, unless another rank is quicker; return a connection to it."""
-    started = subprocess.run(
+def _start(launcher: int) -> int:
+    """Start a keeper, unless there is one; return the exit code of what has started it."""
+    return subprocess.run(
         [sys.executable, "-I", "-S", keeper.__file__, _name(launcher), str(launcher)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -175,14 +200,4 @@ def _start(launcher: int) -> socket.socket:
         start_new_session=True,
         timeout=_ANSWER_S,
         check=False,
-    )
-    until_s = time.monotonic() + _MEETING_S
-    # The keeper that another rank has started may not listen yet.
-    while (found := _connect(launcher)) is None and time.monotonic() < until_s:
-        time.sleep(0.02)
-    if found is None:
-        raise CheckpointError(
-            f"the keeper of snapshots could not be started (exit code {started.returncode}). "
-            "Expected a process that this one may start: save to a folder instead."
-        )
-    return found
+    ).returncode
