@@ -1,0 +1,59 @@
+"""A training whose ranks are killed goes on from snapshots in memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from killed_trainings import PENSTOCK, check, run_with_kills, undisturbed
+from launcher import FOR_RANKS
+from limits import HANG_S, PROCESS_S
+from process_marks import marked, none_is_left
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
+]
+
+
+def test_killed_rank_of_four_costs_the_steps_since_the_last_snapshot() -> None:
+    """Nothing is written to a file system, and the keeper of snapshots is gone at the end."""
+    options = ["--ranks=4", "--restarts=2", "--spares=1", "--snapshot-every=2"]
+    steps, errors = run_with_kills([*PENSTOCK, "train", *options], kills={5: 2, 7: 0})
+    check(steps, [1, 2, 3, 4, 5, 5, 6, 7, 7, 8, 9], undisturbed("--ranks=4", num_ranks=4))
+    assert ["going on from step 4 on 4 ranks", "going on from step 6 on 4 ranks"] == [
+        line.partition(": ")[2].partition(" (")[0] for line in errors.splitlines()
+    ]
+
+
+def test_shards_are_kept_by_the_ranks_that_have_them() -> None:
+    shape = ["--ranks=2", "--shards=2", "--microbatches=4"]
+    options = [*shape, "--restarts=1", "--snapshot-every=2"]
+    steps, errors = run_with_kills([*PENSTOCK, "train", *options], kills={5: 3})
+    check(steps, [1, 2, 3, 4, 5, 5, 6, 7, 8, 9], undisturbed(*shape, num_ranks=4))
+    assert "going on from step 4 on 2 ranks" in errors
+
+
+def test_snapshots_restore_random_numbers_under_torchrun(tmp_path: Path) -> None:
+    """The model of the example has dropout, which its ranks draw from generators of their own."""
+    script = str(Path(__file__).parents[2] / "examples" / "snapshots.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with marked() as (mark, environment):
+        disturbed, expected = (
+            subprocess.run(
+                [*torchrun, f"--max-restarts={restarts}", script],
+                env={**os.environ, **FOR_RANKS, **environment},
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=PROCESS_S,
+                check=True,
+            ).stdout.splitlines()
+            for restarts in (1, 0)
+        )
+        assert none_is_left(mark, HANG_S)
+    assert [f"step {step}:" for step in range(1, 11)] == [line[:-14] for line in expected]
+    assert [*expected[:7], *expected[6:]] == disturbed
+    assert [] == list(tmp_path.iterdir())
