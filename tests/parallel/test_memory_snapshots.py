@@ -1,4 +1,4 @@
-"""Snapshots of a training in memory; tests/dist/test_going_on_from_memory.py kills ranks that take them."""
+"""Snapshots of a training in memory; tests/dist/test_going_on_from_memory.py kills such ranks."""
 
 import random
 import subprocess
