@@ -227,17 +227,7 @@ class StepRunner:
             observer=observer,
             place=comm.place,
         )
-        try:
-            if guard is None:
-                step.run_all()
-            else:
-                guard.run(step)
-        except BaseException as error:
-            if step.tied is not None:
-                step.tied.put_back()
-            if step.current is not None:
-                error.add_note(f"in {in_words(step.current)}, on rank {program.rank}")
-            raise
+        _run_all(step, guard)
         if has_backward:
             self._are_grads_open = not settings.is_final
         if guard is not None:
@@ -335,3 +325,18 @@ def abandon_step(stages: Mapping[StageId, PipelineStage], error: BaseException) 
                 f"the parameters of stage {index} could not be sharded again after it: "
                 f"{type(another).__name__}: {another}"
             )
+
+
+def _run_all(step: Step, guard: ValueGuard | None) -> None:
+    """Run the actions of a step; an error gets a note with the one that it came in."""
+    try:
+        if guard is None:
+            step.run_all()
+        else:
+            guard.run(step)
+    except BaseException as error:
+        if step.tied is not None:
+            step.tied.put_back()
+        if step.current is not None:
+            error.add_note(f"in {in_words(step.current)}, on rank {step.program.rank}")
+        raise
