@@ -122,10 +122,13 @@ class Tied(nn.Module):
         return logits
 
 
-def test_gradients_of_tied_parameters_are_exchanged() -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_gradients_of_tied_parameters_are_exchanged(is_frozen: bool) -> None:
     tokens = torch.zeros(BATCH, dtype=torch.long)
+    model = Tied()
+    model.embed.requires_grad_(not is_frozen)
     found = penstock.dry_run(
-        Tied(),
+        model,
         tokens,
         num_ranks=3,
         example_target=tokens,
@@ -135,7 +138,8 @@ def test_gradients_of_tied_parameters_are_exchanged() -> None:
         ranks=range(3),
     )
     first, middle, last = found.ranks
-    assert (0, 1 + 4 * 50 * WIDTH) == first.sent[2] == last.received[0] == last.sent[0]
+    num_bytes = 1 if is_frozen else 1 + 4 * 50 * WIDTH  # Whether there are gradients, and these.
+    assert (0, num_bytes) == first.sent[2] == last.received[0] == last.sent[0]
     assert {0, 2} == middle.sent.keys()
 
 

@@ -1,6 +1,7 @@
 """Snapshots of a training in memory; tests/dist/test_going_on_from_memory.py kills such ranks."""
 
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,40 @@ def test_snapshot_of_other_ranks_is_put_together_from_their_parts(
         monkeypatch.setattr(snapshots._kept, "read", lambda: damaged)
         with pytest.raises(CheckpointError, match=r"snapshot of step 1 cannot be loaded: KeyErr"):
             snapshots.restore()
+        snapshots.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1)),
+            "has the shape (1, 4), and",
+        ),
+        (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "has '2.bias', which the model does not have"),
+    ],
+)
+def test_snapshot_of_another_model_is_refused(other: nn.Module, message: str) -> None:
+    with make_pipe() as pipe:
+        first = pipe.snapshots(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        first.take(1)
+        first._kept._finish()
+    target = torch.ones_like(other(X))
+    loss_fn = nn.functional.mse_loss
+    with penstock.parallelize(
+        other, (X,), loss_fn=loss_fn, example_target=target, num_microbatches=2
+    ) as pipe:
+        second = pipe.snapshots(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            second.restore()
+
+
+def test_step_is_a_number_from_1_on() -> None:
+    with make_pipe() as pipe:
+        snapshots = pipe.snapshots()
+        for step in (0, -1, 2.5):
+            with pytest.raises(CheckpointError, match=r"step is .* Expected the number of a step"):
+                snapshots.take(step)  # type: ignore[arg-type]
         snapshots.close()
 
 

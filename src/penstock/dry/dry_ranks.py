@@ -81,7 +81,7 @@ class DryPipeline:
             ties = tie(rank, claims, is_one_process=False)
             tied = {name: param for stage in stages for _, name, param in stage.tied_parameters()}
             tied_bytes = {
-                other: [len(names), *(tied[name].nbytes for name in names)]
+                other: [len(names), *(tied[n].nbytes for n in names if tied[n].requires_grad)]
                 for other, names in ties.shared_with.items()
             }
             own = list(dict.fromkeys(p for module in modules for p in module.parameters()))

@@ -47,6 +47,8 @@ class Snapshots:
 
         All ranks must call it. It returns when the copy is made; the rest happens meanwhile.
         """
+        if not isinstance(step, int) or step < 1:
+            raise CheckpointError(f"step is {step!r}. Expected the number of a step, from 1 on.")
         tensors, settings = self._state.held()
         device = self._device
         tensors = {**tensors, f"{_RANDOM}cpu": torch.get_rng_state()}
@@ -128,7 +130,14 @@ class Snapshots:
                         f"{_in_words(now.get(name))} now. Expected the same mesh: load a "
                         "checkpoint, which fits any."
                     )
-                local_part(value).copy_(stored[name])
+                own_part = local_part(value)
+                if own_part.shape != stored[name].shape:
+                    raise CheckpointError(
+                        f"{name!r} has the shape {tuple(own_part.shape)}, and that of the snapshot "
+                        f"is {tuple(stored[name].shape)}. Expected a snapshot of this model: make "
+                        "it as it was then."
+                    )
+                own_part.copy_(stored[name])
 
         with torch.no_grad():
             self._state.fill(Path(f"the snapshot of step {found.step}"), forms, groups, read)

@@ -207,7 +207,7 @@ def _empty_state(
         # Names may contain dots, so one may begin like another; kinds do not.
         if key.startswith(prefix) and "." not in kind and isinstance(kept, TensorStorageMetadata):
             dtype = kept.properties.dtype
-            if kept.size == parameter.shape and parameter.dim() > 0:
+            if kept.size == parameter.shape and kind != "step":
                 dtype = parameter.dtype if dtype == had else dtype
                 state[kind] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             else:

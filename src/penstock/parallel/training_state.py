@@ -174,13 +174,6 @@ class TrainingState:
     def _load(self, path: Path) -> dict[str, Any]:
         described = read_description(path)
         stored = CheckpointReader(path).read_metadata().state_dict_metadata
-        in_model = {key.removeprefix("model.") for key in stored if key.startswith("model.")}
-        if unknown := sorted(in_model - self._names.saved):
-            raise CheckpointError(
-                f"{path} has {unknown[0]!r}, which the model does not have. Expected the "
-                "checkpoint of a model with the same names: make the model as it was when it was "
-                "saved."
-            )
 
         def read(state: dict[str, Tensor]) -> None:
             with _quietly():
@@ -203,6 +196,12 @@ class TrainingState:
         `stored` has the metadata of what there is, and `groups` the settings of the optimizers;
         `path` names both in errors.
         """
+        in_model = {key.removeprefix("model.") for key in stored if key.startswith("model.")}
+        if unknown := sorted(in_model - self._names.saved):
+            raise CheckpointError(
+                f"{path} has {unknown[0]!r}, which the model does not have. Expected one that was "
+                "saved of a model with the same names: make the model as it was then."
+            )
         loaded = [each.prepare(path, stored, groups) for each in self._optimizers]
         state = dict(self._weights())
         for each in loaded:

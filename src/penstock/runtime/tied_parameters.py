@@ -236,8 +236,10 @@ class TiedGrads:
         posted: list[tuple[Transfer, Describe]] = []
         for rank, names in self._ties.shared_with.items():
             announced[rank].wait(partial(_FLAGS_FROM, rank))
-            # In a dry run, nobody says that a gradient is missing.
-            are_present = [1] * len(names) if self._comm.is_dry else flags[rank].tolist()
+            if self._comm.is_dry:  # Nobody says that a gradient is missing.
+                are_present = [self._copies[name][0].param.requires_grad for name in names]
+            else:
+                are_present = flags[rank].tolist()
             for name, is_present in zip(names, are_present, strict=True):
                 if is_present:
                     parts[rank][name] = grad = self._copies[name][0].empty(self._device)
