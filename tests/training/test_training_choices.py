@@ -86,6 +86,7 @@ def test_options_are_read_from_a_file(tmp_path: Path) -> None:
         ("a.toml", "resume = 1", r"a\.toml: resume is 1. Expected true or false."),
         ("a.toml", "dtype = 1", r"a\.toml: dtype is 1. Expected a text."),
         ("a.toml", "data = [1]", r"a\.toml: data is \[1\]. Expected a text, or a list of texts."),
+        ("a.toml", "clip = 1" + "0" * 400, r"a\.toml: clip is too large\. Expected a number"),
         ("a.toml", "a b", r"a\.toml is not valid TOML: "),
         ("a.yaml", "a: [", r"a\.yaml is not valid YAML: "),
         ("a.yaml", "[]", r"a\.yaml has no options"),

@@ -85,4 +85,7 @@ def _checked(path: str, name: str, value: Any, kind: Any) -> Any:
     is_right = isinstance(value, int | float if plain is float else plain)
     if not is_right or (isinstance(value, bool) and plain is not bool):
         raise OptionError(f"{path}: {name} is {value!r}. Expected {_NAMES[plain]}.")
-    return float(value) if plain is float else value
+    try:
+        return float(value) if plain is float else value
+    except OverflowError:
+        raise OptionError(f"{path}: {name} is too large. Expected {_NAMES[plain]}.") from None
