@@ -58,7 +58,7 @@ def test_each_rank_gets_the_options_that_were_given(
         f"--folder={tmp_path / 'new' / 'folder'}",
     ]
     assert 7 == run("demo", *args).code
-    assert [(["demo", *args], 3, 0)] == started
+    assert [(["demo", *args], 3, 0, False)] == started
     assert (tmp_path / "new" / "folder").is_dir()
 
 

@@ -134,7 +134,7 @@ def test_each_rank_gets_the_options_that_were_given(
     args = [f"{name}={value}" for name, value in given.items()]
     args += ["--force"]
     assert 7 == run("train", *args, "--json").code
-    assert [(["train", *args, "--json"], 6, 1)] == started
+    assert [(["train", *args, "--json"], 6, 1, False)] == started
     run(*started[0].arguments)
     assert started[0] == started[1]
 

@@ -5,6 +5,9 @@ import pytest
 from penstock.studio import answers
 from penstock.studio.typed_inputs import read_inputs
 
+# Searched to the end in a part of the time that there is.
+SMALL = {"schedule": "searched", "ranks": "2", "microbatches": "4"}
+
 
 @pytest.mark.parametrize(
     "fields",
@@ -17,8 +20,8 @@ from penstock.studio.typed_inputs import read_inputs
         {"schedule": "searched", "memory": "4,4,3,3", "clock": "span"},
         {"lengths": "3,1,2", "microbatches": "3", "work": "1,0.5"},
         {"schedule": "searched", "lengths": "3,1,2", "microbatches": "3", "forward": "1,1,2"},
-        {"schedule": "searched", "memory": "1.5", "recompute": "yes", "recompute_time": "0.5"},
-        {"schedule": "searched", "memory": "1.6", "recompute": "yes", "after_dropping": "0.2"},
+        {**SMALL, "memory": "1.5", "recompute": "yes", "recompute_time": "0.5"},
+        {**SMALL, "memory": "1.6", "recompute": "yes", "after_dropping": "0.2"},
         {"schedule": "searched", "stages_per_rank": "3", "ranks": "1", "forward": "1,5"},
     ],
 )
