@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +14,10 @@ import pytest
 import torch.distributed as dist
 from failing_ranks import Explosive, Session, make_pipeline, note_failure, step
 
+from launcher import FOR_RANKS
 from limits import HANG_S, PROCESS_S
 from penstock.watch.hub import SILENT_S
+from process_marks import end_with_the_tests
 
 pytestmark = pytest.mark.dist
 
@@ -135,6 +139,47 @@ def test_ranks_that_end_at_different_times_accuse_nobody(
     assert [[]] * 3 == [report.kinds for report in session.reports("_end_apart")]
     assert [0, 0, 0] == [process.exitcode for process in session.processes]
     assert "" == capfd.readouterr().err
+
+
+SCRIPT = """
+import os
+
+import torch
+import penstock
+
+model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+x = torch.ones(4, 4)
+pipe = penstock.parallelize(
+    model, (x,), loss_fn=torch.nn.functional.mse_loss, num_microbatches=2, schedule="1F1B"
+)
+pipe.step(x, target=x)
+if os.environ["RANK"] == "1":
+    raise ValueError("in a loop of the user's own")
+pipe.pipeline.gather(None, "to wait for ever")
+"""
+
+
+def test_a_rank_that_ends_by_an_error_of_its_own_is_named(tmp_path: Path) -> None:
+    """The others wait for it in the store, which no connection ends."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    where["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py")],
+            env={**os.environ, **FOR_RANKS, **where, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=end_with_the_tests,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=PROCESS_S)[1] for process in processes]
+    assert [1, 1] == [process.returncode for process in processes]
+    said = errors[0].splitlines()[-1]
+    assert "CommError: rank 0 stopped waiting for all ranks to wait for ever, because " in said
+    assert said.endswith(", stage 1) ended with exit status 1, outside of a step.")
 
 
 def _kill(rank: int, num_ranks: int) -> None:

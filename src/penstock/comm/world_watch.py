@@ -18,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing import util
+from multiprocessing import parent_process, util
 from pathlib import Path
 
 import torch.distributed as dist
@@ -88,9 +88,10 @@ def _take_part(world: dist.ProcessGroup) -> RankWatch | None:
     of_world = weakref.ref(world)
     watch.is_needed = lambda: dist.group.WORLD is not None and dist.group.WORLD is of_world()
     weakref.finalize(world, watch.leave).atexit = False
-    atexit.register(_end_with_process, watch)
-    # Processes of multiprocessing do not run what is registered with atexit.
-    util.Finalize(None, _end_with_process, args=(watch,), exitpriority=0)
+    if parent_process() is None:
+        atexit.register(_end_with_process, watch)
+    else:  # Processes of multiprocessing do not run what is registered with atexit.
+        util.Finalize(None, _end_with_process, args=(watch,), exitpriority=0)
     return watch
 
 

@@ -95,9 +95,9 @@ class RankWatch:
             return list(self._findings)
 
     def await_findings(self, timeout_s: float) -> None:
-        """Wait until a rank is found dead, or the time is over."""
+        """Wait until a rank is found dead, or the time is over, unless this one has left."""
         until_s = time.monotonic() + timeout_s
-        while not self.findings() and time.monotonic() < until_s:
+        while not (self._has_left or self.findings()) and time.monotonic() < until_s:
             time.sleep(0.02)
 
     def is_of_this_process(self) -> bool:
