@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
-from limits import HANG_S
+from limits import HANG_S, PROCESS_S
 from network_hosts import Hosts
 from penstock.ir import BackwardInput, BackwardWeight, Forward
 from worker_pool import fork_with_torch
@@ -174,7 +174,7 @@ def strike(
         for process in processes:
             process.start()
         waited_for = range(len(layout)) if fault.kind == "cut" else others
-        until_s = time.monotonic() + HANG_S
+        until_s = time.monotonic() + PROCESS_S
         for rank in waited_for:
             processes[rank].join(max(until_s - time.monotonic(), 0))
         assert not any(processes[rank].is_alive() for rank in waited_for), "ranks hang"
