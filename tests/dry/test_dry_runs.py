@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from fuzzing import only_in_fuzz
 from penstock.dry import DryRun
 from penstock.dry.message_match import match_ranks, match_transfers
 from penstock.dry.stage_forms import StageForms, find_forms
@@ -82,12 +83,22 @@ def test_weight_halves_hold_inputs_until_they_run() -> None:
     assert late.activation_bytes > early.activation_bytes
 
 
-def test_a_rank_of_512_is_run_and_all_are_matched() -> None:
-    found = run(chain(512), 512, schedule="1F1B", num_microbatches=4)
-    assert (512, 2 * 511 * 4) == (found.num_ranks, found.num_messages)
-    assert found.message_bytes == 2 * 511 * BATCH * ROW
-    assert "All 512 ranks match: 4088 messages" in found.proven
+@pytest.mark.parametrize("p", [64, pytest.param(512, marks=only_in_fuzz)])
+def test_some_of_many_ranks_are_run_and_all_are_matched(p: int) -> None:
+    found = run(chain(p), p, schedule="1F1B", num_microbatches=4)
+    assert (p, 2 * (p - 1) * 4) == (found.num_ranks, found.num_messages)
+    assert found.message_bytes == 2 * (p - 1) * BATCH * ROW
+    assert f"All {p} ranks match: {found.num_messages} messages" in found.proven
     assert 0 in [rank.rank for rank in found.ranks]  # It holds the most microbatches.
+
+
+@pytest.mark.parametrize("ranks", [None, 0, 3])
+def test_step_that_trains_nothing_is_refused_whichever_ranks_are_run(ranks: int | None) -> None:
+    """Only the rank with the last stage sees it, and it need not be among those that are run."""
+    frozen = chain(4).requires_grad_(False)
+    with pytest.raises(StageError, match="nothing would be trained"):
+        run(frozen, 4, schedule="1F1B", ranks=ranks)
+    assert run(chain(4), 4, schedule="1F1B", ranks=0).ranks[0].rank == 0
 
 
 def test_heaviest_ranks_come_first() -> None:

@@ -99,6 +99,9 @@ def dry_run(
     pieces = _cut(whole, cut, choice.schedule, batch, loss)
     pipeline = _prepare(pieces, choice.schedule, batch, loss, optimizer)
     chosen = _choose_ranks(ranks, pipeline)
+    last = choice.schedule.placement.ranks[-1]
+    if not pipeline.forms.outputs_need_grad and last not in chosen:
+        pipeline.run(last)  # Its losses say whether the step would train anything.
     found = tuple(_run(pipeline, rank, memory) for rank in chosen)
     return DryRun(
         ranks=found,

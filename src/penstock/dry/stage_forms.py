@@ -13,7 +13,7 @@ from penstock.dry.valueless import valueless_tree, without_values
 from penstock.ir import Message, Skip, StageId
 from penstock.runtime.messages.forms import Form, TensorForm, flatten
 from penstock.stage.outputs import as_arguments, shares_of
-from penstock.stage.passage import stand_in_for
+from penstock.stage.passage import needs_grad, stand_in_for
 from penstock.torch_private import pytree
 
 
@@ -26,6 +26,8 @@ class StageForms:
     held_bytes: tuple[int, ...]
     """The bytes that a forward of each stage keeps for its backward."""
     parameter_bytes: tuple[int, ...]
+    outputs_need_grad: bool
+    """Whether any output of the model does: if not, only a loss_fn could train something."""
     info: CutInfo
 
     @property
@@ -66,9 +68,10 @@ def find_forms(pieces: CutModel, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 found[taker, stage] = _gradient_of(form)
         return outputs
 
-    pieces.run_stages(run, valueless_tree(args))
+    outputs = pieces.run_stages(run, valueless_tree(args))
+    needs = any(map(needs_grad, pytree.tree_leaves(outputs)))
     sizes = (sum(p.nbytes for p in module.parameters()) for module in pieces.modules)
-    return StageForms(found, tuple(held), tuple(sizes), info)
+    return StageForms(found, tuple(held), tuple(sizes), needs, info)
 
 
 def _gradient_of(form: Form) -> Form:
