@@ -19,7 +19,7 @@ from penstock.solver.exact import solve
 from penstock.solver.recomputing_bounds import trade_off
 from penstock.solver.window_bounds import window_bound
 
-COUNT = 100 if IS_LONG else 2
+COUNT = 100 if IS_LONG else 1
 WORST_ALLOWED = 0.02
 
 

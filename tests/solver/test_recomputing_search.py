@@ -160,7 +160,9 @@ def test_what_does_not_fit_may_fit_with_recomputation() -> None:
         ),
     ):
         search(costs, 2, 3, memory=39.0, placements=[Placement.v(2)])
-    found = search(costs, 2, 3, memory=22.0, placements=[Placement.v(2)], recompute=True)
+    found = search(
+        costs, 2, 3, memory=22.0, placements=[Placement.v(2)], recompute=True, effort=0.02
+    )
     assert 22 == found.report.peak_memory
     with pytest.raises(ScheduleError, match=r"needs 22\. The smallest memory that fits is 22 on"):
         search(costs, 2, 3, memory=21.0, placements=[Placement.v(2)], recompute=True)
@@ -198,9 +200,9 @@ def test_sharded_stages_are_recomputed_too() -> None:
 
 
 def test_advice_tells_what_recomputation_would_save() -> None:
-    found = search(SHORT, 4, 8, memory=20.0, effort=0.1)
+    found = search(SHORT, 4, 6, memory=20.0, effort=0.02)
     assert any("forwards that are recomputed" == help.what for help in found.advise().helps)
-    found = search(SHORT, 4, 8, memory=20.0, effort=0.1, recompute=True)
+    found = search(SHORT, 4, 6, memory=20.0, effort=0.02, recompute=True)
     assert all("forwards that are recomputed" != help.what for help in found.advise().helps)
 
 

@@ -8,7 +8,7 @@ enough memory, a weight backward is also moved earlier to free some, or a microb
 where that is allowed. A recomputation may also be removed or moved far: see `recomputing_moves`.
 
 If microbatches differ, some moves change their sequence instead, or only that of their backwards:
-two trade places, or one moves to another place.
+two trade places, or one moves to another place. Forwards that come too late then move along.
 """
 
 import random
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver.evaluation import critical_blocks, evaluate, fits, peak_memory
-from penstock.solver.problem import FULL, INPUT, WEIGHT, Order, Problem
+from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Order, Problem
 from penstock.solver.recomputing_moves import change_drop, drop_some, shift_chain
 
 _FARTHEST = 4  # The farthest that a random move takes an action, in places.
@@ -84,7 +84,9 @@ def anneal(
         allowed = limits.widen(generator, problem)
         if problem.sequence and generator.random() < _SHARE_OF_SEQUENCES:
             allowed = _rearranged(generator, allowed)
+            current = [forwards_in_time(allowed, order) for order in current]
             if not all(fits(allowed, holder, order) for holder, order in enumerate(current)):
+                current = before
                 continue
             problem = replace(allowed, caps=problem.caps)
         elif problem.may_recompute and generator.random() < _SHARE_OF_CHAINS:
@@ -143,6 +145,28 @@ def _rearranged(generator: random.Random, problem: Problem) -> Problem:
         return problem.rearranged(places)
     turns = problem.turns or range(problem.num_microbatches)
     return replace(problem, turns=tuple([turns[place] for place in places]))
+
+
+def forwards_in_time(problem: Problem, order: Order) -> Order:
+    """Return the order with forwards moved earlier, as far as the order of backwards needs it."""
+    if problem.may_recompute or not problem.turns or problem.returns_in_time(order):
+        return order
+    forwards, moved = [0] * problem.num_stages, [0] * problem.num_stages
+    found: Order = []
+    for code, place in zip(order, problem.places_of(order), strict=True):
+        stage, kind = code >> 2, code & 3
+        if kind in (INPUT, FULL):
+            missing = max(0, place + 1 - forwards[stage])
+            found += [4 * stage + FORWARD] * missing
+            forwards[stage] += missing
+            moved[stage] += missing
+        elif kind == FORWARD and moved[stage]:
+            moved[stage] -= 1
+            continue
+        elif kind == FORWARD:
+            forwards[stage] += 1
+        found.append(code)
+    return found
 
 
 def _places(generator: random.Random, count: int) -> list[int]:
