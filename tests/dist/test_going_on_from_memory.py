@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from killed_trainings import PENSTOCK, check, run_with_kills, undisturbed
+from killed_trainings import PENSTOCK, check, kept_steps, run_with_kills, undisturbed
 from launcher import FOR_RANKS
 from limits import HANG_S, PROCESS_S
 from process_marks import marked, none_is_left
@@ -18,22 +18,31 @@ pytestmark = [
 ]
 
 
+# The last snapshot may not be complete when a rank is killed; then the one before it is used.
+SNAPSHOTS = {"every": 2, "most_lost": 4}
+
+
 def test_killed_rank_of_four_costs_the_steps_since_the_last_snapshot() -> None:
     """Nothing is written to a file system, and the keeper of snapshots is gone at the end."""
     options = ["--ranks=4", "--restarts=2", "--spares=1", "--snapshot-every=2"]
     steps, errors = run_with_kills([*PENSTOCK, "train", *options], kills={5: 2, 7: 0})
-    check(steps, [1, 2, 3, 4, 5, 5, 6, 7, 7, 8, 9], undisturbed("--ranks=4", num_ranks=4))
-    assert ["going on from step 4 on 4 ranks", "going on from step 6 on 4 ranks"] == [
+    again = check(steps, undisturbed("--ranks=4", num_ranks=4), **SNAPSHOTS)
+    kept = kept_steps(errors)
+    assert {*again} <= {*kept}
+    assert [f"going on from step {step} on 4 ranks" for step in kept] == [
         line.partition(": ")[2].partition(" (")[0] for line in errors.splitlines()
     ]
+    assert 2 == len(kept)
 
 
 def test_shards_are_kept_by_the_ranks_that_have_them() -> None:
     shape = ["--ranks=2", "--shards=2", "--microbatches=4"]
     options = [*shape, "--restarts=1", "--snapshot-every=2"]
     steps, errors = run_with_kills([*PENSTOCK, "train", *options], kills={5: 3})
-    check(steps, [1, 2, 3, 4, 5, 5, 6, 7, 8, 9], undisturbed(*shape, num_ranks=4))
-    assert "going on from step 4 on 2 ranks" in errors
+    again = check(steps, undisturbed(*shape, num_ranks=4), **SNAPSHOTS)
+    [kept] = kept_steps(errors)
+    assert {*again} <= {kept}
+    assert f"going on from step {kept} on 2 ranks" in errors
 
 
 def test_snapshots_restore_random_numbers_under_torchrun(tmp_path: Path) -> None:
