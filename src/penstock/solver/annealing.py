@@ -7,8 +7,9 @@ the last one of its block or before the first, or moves the last one earlier. If
 enough memory, a weight backward is also moved earlier to free some, or a microbatch is recomputed
 where that is allowed. A recomputation may also be removed or moved far: see `recomputing_moves`.
 
-If microbatches differ, some moves change their sequence instead, or only that of their backwards:
-two trade places, or one moves to another place. Forwards that come too late then move along.
+If microbatches differ, some moves change their sequence instead, or only that of their backwards,
+or of the weight backwards on one stage: two trade places, or one moves to another place. Forwards
+that come too late then move along.
 """
 
 import random
@@ -29,8 +30,9 @@ _SHARE_ANYWHERE = 0.2  # of moves that are not on the critical path,
 _SHARE_OF_GROUPS = 0.3  # of moves that take several actions along,
 _SHARE_OF_CHAINS = 0.2  # and of moves on several ranks.
 _SHARE_WITHIN_CAPS = 0.5  # Of moves keep within the caps, if others may exceed them.
-_SHARE_OF_SEQUENCES = 0.3  # Of moves change the sequence of microbatches, if they differ.
-_SHARE_OF_FORWARDS = 0.7  # Of these change it in all actions, not only in backwards.
+_SHARE_OF_SEQUENCES = 0.45  # Of moves change the sequence of microbatches, if they differ.
+_SHARE_OF_FORWARDS = 0.5  # Of these change it in all actions,
+_SHARE_OF_WEIGHTS = 0.25  # and of these only among the W of one stage; others in backwards.
 
 
 class Walk(NamedTuple):
@@ -139,17 +141,24 @@ class _Leeway:
 
 
 def _rearranged(generator: random.Random, problem: Problem) -> Problem:
-    """Return the problem with one change in the sequence of microbatches, or of their backwards."""
+    """Return the problem with one change in the sequence of all, of backwards, or of some W."""
     places = _places(generator, problem.num_microbatches)
-    if generator.random() < _SHARE_OF_FORWARDS:
+    what = generator.random()
+    if what < _SHARE_OF_FORWARDS:
         return problem.rearranged(places)
+    if what < _SHARE_OF_FORWARDS + _SHARE_OF_WEIGHTS:
+        stage = generator.randrange(problem.num_stages)
+        usual = tuple(range(problem.num_microbatches))
+        weights = list(problem.weights or (usual,) * problem.num_stages)
+        weights[stage] = tuple([weights[stage][place] for place in places])
+        return replace(problem, weights=tuple(weights))
     turns = problem.turns or range(problem.num_microbatches)
     return replace(problem, turns=tuple([turns[place] for place in places]))
 
 
 def forwards_in_time(problem: Problem, order: Order) -> Order:
     """Return the order with forwards moved earlier, as far as the order of backwards needs it."""
-    if problem.may_recompute or not problem.turns or problem.returns_in_time(order):
+    if problem.may_recompute or not problem.turns:
         return order
     forwards, moved = [0] * problem.num_stages, [0] * problem.num_stages
     found: Order = []

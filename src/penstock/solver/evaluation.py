@@ -144,12 +144,15 @@ def peak_memory(problem: Problem, order: Order) -> float:
     """Return the most that a rank holds; infinite if an I is before its F or a W before its I."""
     if problem.may_recompute:
         return peak_with_drops(problem, order)
-    if problem.turns and not problem.returns_in_time(order):
-        return inf
+    if problem.sequence:
+        places = problem.places_of(order)
+        if problem.turns and not is_in_time(problem.num_stages, order, places):
+            return inf
+        order = problem.name_at(order, places)
     kinds, stages, _, changes = problem.named
     in_flight, pending = [0] * problem.num_stages, [0] * problem.num_stages
     held = most = 0.0
-    for code in problem.name_all(order):
+    for code in order:
         stage, kind = stages[code], kinds[code]
         if kind == FORWARD:
             in_flight[stage] += 1
@@ -168,3 +171,15 @@ def peak_memory(problem: Problem, order: Order) -> float:
             most = held + rise
         held += net
     return most
+
+
+def is_in_time(num_stages: int, order: Order, places: Sequence[int]) -> bool:
+    """Return whether each I or B is after its F, if backwards have an order of their own."""
+    forwards = [0] * num_stages
+    for code, place in zip(order, places, strict=True):
+        kind = code & 3
+        if kind == FORWARD:
+            forwards[code >> 2] += 1
+        elif kind != WEIGHT and place >= forwards[code >> 2]:
+            return False
+    return True

@@ -19,7 +19,6 @@ waits for no message, so it has the code of one on a stage that does not exist:
 (place + 1) * num_stages + stage.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -152,6 +151,8 @@ class Problem:
     """The microbatches as their F run, if they differ; empty if all are alike."""
     turns: tuple[int, ...] = ()
     """The order of backwards, as places in `sequence`; empty if it is the same."""
+    weights: tuple[tuple[int, ...], ...] = ()
+    """By stage and place in `sequence`: the turn of W among those that wait; empty if as the I."""
     may_recompute: bool = False
     """True if a schedule may drop what forwards compute, and recompute it for their backwards."""
     dropping: tuple[Change, ...] = ()
@@ -233,14 +234,16 @@ class Problem:
 
     def name_all(self, order: Order) -> Order:
         """Return the order with codes that name microbatches; the same one if they are alike."""
-        if not self.sequence:
-            return order
+        return self.name_at(order, self.places_of(order)) if self.sequence else order
+
+    def name_at(self, order: Order, places: Sequence[int]) -> Order:
+        """Return the order with codes that name the microbatches at these places."""
+        pairs = zip(order, places, strict=True)
+        if self.may_recompute:
+            return [self.name(code, place) for code, place in pairs]
         step = 4 * self.num_stages
         offsets = [step * mb for mb in self.sequence]
-        pairs = zip(order, self.places_of(order), strict=True)
-        if not self.may_recompute:
-            return [code + offsets[place] for code, place in pairs]
-        return [self.name(code, place) for code, place in pairs]
+        return [code + offsets[place] for code, place in pairs]
 
     def name(self, code: Code, place: int) -> Code:
         """Return a code that names the microbatch at a place in the sequence; see `Named`."""
@@ -259,40 +262,37 @@ class Problem:
             return (1.0,) * self.num_microbatches
         return tuple([scales[mb] for mb in self.sequence])
 
-    def places_of(self, order: Order) -> Iterator[int]:
-        """Yield the place in the sequence of the microbatch of each action.
+    def places_of(self, order: Order) -> list[int]:
+        """Return the place in the sequence of the microbatch of each action.
 
         The n-th F is of the n-th microbatch, and so is the n-th I or B, unless `turns` has another
-        order; W are in the order of the I. A W before its I, which cannot run, has the first place.
+        order; W are in the order of the I, or of `weights`. A W before its I, which cannot run, has
+        the first place.
         """
-        turns = self.turns
-        forwards, backwards = [0] * self.num_stages, [0] * self.num_stages
-        pending: list[deque[int]] = [deque() for _ in range(self.num_stages)]
+        turns, weights, num_stages = self.turns, self.weights, len(self.placement.ranks)
+        first_recomputation = 4 * num_stages
+        forwards, backwards = [0] * num_stages, [0] * num_stages
+        pending: list[list[int]] = [[] for _ in range(num_stages)]
+        places = []
         for code in order:
             stage, kind = code >> 2, code & 3
-            if self.recomputes(code):
-                _, place = self.recomputed(code)
+            if code >= first_recomputation:
+                place = stage // num_stages - 1
             elif kind == FORWARD:
                 place = forwards[stage]
                 forwards[stage] += 1
             elif kind == WEIGHT:
-                place = pending[stage].popleft() if pending[stage] else 0
+                waiting = pending[stage]
+                place = take_waiting(waiting, weights[stage] if weights else ()) if waiting else 0
             else:
-                place = turns[backwards[stage]] if turns else backwards[stage]
+                place = backwards[stage]
                 backwards[stage] += 1
+                if turns:
+                    place = turns[place]
                 if kind == INPUT:
                     pending[stage].append(place)
-            yield place
-
-    def returns_in_time(self, order: Order) -> bool:
-        """Return whether each I or B is after its F, if backwards have an order of their own."""
-        forwards = [0] * self.num_stages
-        for code, place in zip(order, self.places_of(order), strict=True):
-            if code & 3 == FORWARD:
-                forwards[code >> 2] += 1
-            elif code & 3 != WEIGHT and place >= forwards[code >> 2]:
-                return False
-        return True
+            places.append(place)
+        return places
 
     @property
     def num_ranks(self) -> int:
@@ -427,8 +427,9 @@ class Problem:
         return any(self.costs.transfer) or (not is_linear and len(set(self.costs.delay)) > 1)
 
     def saves_by_dropping(self, stage: int) -> bool:
-        """Return whether a forward of `stage` holds less if it is recomputed."""
-        return self.recomputing[stage].net > 0
+        """Return whether a forward of `stage` holds or needs less if it is recomputed."""
+        needs_less = self.dropping[stage].rise < self.changes[4 * stage + FORWARD].rise
+        return needs_less or self.recomputing[stage].net > 0
 
     def recomputation(self, stage: int, place: int) -> Code:
         """Return the code of the recomputation of the microbatch at a place in the sequence."""
@@ -454,6 +455,15 @@ class Problem:
                 yield Recompute(self.recomputed(code)[0], mb)
             else:
                 yield KINDS[code & 3](code >> 2, mb)
+
+
+def take_waiting(waiting: list[int], turns: Sequence[int]) -> int:
+    """Take away the place whose W is next: the one with the first turn, or the first that waits."""
+    if not turns:
+        return waiting.pop(0)
+    place = min(waiting, key=turns.__getitem__)
+    waiting.remove(place)
+    return place
 
 
 def codes(schedule: Schedule) -> list[Order]:

@@ -4,13 +4,12 @@ A microbatch is dropped on a stage if the order has its recomputation, R. Its F 
 inputs, and from R on it holds what an F that is not dropped leaves.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from math import inf
 from typing import NamedTuple
 
 from penstock.passes.held_memory import ROUNDING
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Order, Problem
+from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Order, Problem, take_waiting
 
 
 class InFlight(NamedTuple):
@@ -35,7 +34,7 @@ def _held_along(problem: Problem, order: Order) -> Iterator[float]:
     turns = problem.turns or range(problem.num_microbatches)
     waiting = {code for code in order if code >= first}  # The R that have not run.
     forwards, backwards = [0] * num_stages, [0] * num_stages
-    pending: list[deque[int]] = [deque() for _ in range(num_stages)]  # Those whose W waits.
+    pending: list[list[int]] = [[] for _ in range(num_stages)]  # Those whose W waits.
     held = 0.0
     for code in order:
         stage, kind = code >> 2, code & 3
@@ -53,7 +52,8 @@ def _held_along(problem: Problem, order: Order) -> Iterator[float]:
         elif kind == WEIGHT:
             if not pending[stage]:
                 yield inf
-            place = pending[stage].popleft() if pending[stage] else 0
+            weights = problem.weights[stage] if problem.weights else ()
+            place = take_waiting(pending[stage], weights) if pending[stage] else 0
             rise, net = changes[code]
         else:
             place = turns[backwards[stage]]

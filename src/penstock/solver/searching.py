@@ -57,7 +57,7 @@ _LAST_LENGTH = 3  # The last walks are this many times as long.
 _GRID, _FEWEST_IN_GRID = 3e5, 72  # policies that all ranks share,
 _POLICIES, _FEWEST_POLICIES, _MOST_POLICIES = 2e5, 100, 2_000  # policies near the best of them,
 _MOVES, _FEWEST_MOVES, _MOST_MOVES = 1.7e8, 30, 12_000  # and moves of each walk.
-_MOST_MOVES_IF_DIFFERENT = 2_000  # If microbatches differ, orders are rarely proven to be best.
+_MOST_MOVES_IF_DIFFERENT = 2_500  # If microbatches differ, orders are rarely proven to be best.
 
 
 def search(
@@ -153,8 +153,8 @@ class _Candidate:
     def is_same(self, other: "_Candidate") -> bool:
         """Return whether these are the same orders of the same sequence."""
         own, theirs = self.problem, other.problem
-        ran = own.sequence, own.turns, self.orders
-        return ran == (theirs.sequence, theirs.turns, other.orders)
+        ran = own.sequence, own.turns, own.weights, self.orders
+        return ran == (theirs.sequence, theirs.turns, theirs.weights, other.orders)
 
 
 class _Search:
@@ -386,7 +386,11 @@ class _Search:
         """Return the problem with recomputation, if that is asked for, in the same sequence."""
         widest = self._widest.get(problem.placement, problem)
         return replace(
-            widest, sequence=problem.sequence, turns=problem.turns, offsets=problem.offsets
+            widest,
+            sequence=problem.sequence,
+            turns=problem.turns,
+            weights=problem.weights,
+            offsets=problem.offsets,
         )
 
     def _amount(self, usual: float, fewest: int, most: int) -> int:
