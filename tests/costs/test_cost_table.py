@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import CostTable
+from penstock import CostTable, Placement
 from penstock.costs import EdgeCost, StageCost
 from penstock.costs.cost_table import DURING, HELD
+from penstock.costs.given_costs import ShareCosts, TableCosts
 from penstock.errors import CostError
 
 STAGE_FIELDS = [
@@ -260,3 +261,17 @@ def test_table_of_stages_has_what_they_have() -> None:
     assert ((7, 1), (8, 8), (9, 9)) == (costs.gather, costs.reduce, costs.gathered)
     unsharded = CostTable.of([StageCost(1, 2, 3, 4, 5, 6)], [])
     assert ((0.0,),) * 3 == (unsharded.gather, unsharded.reduce, unsharded.gathered)
+
+
+def test_recomputation_needs_what_the_forward_needs_unless_it_is_given() -> None:
+    costs = CostTable.uniform(2, during_forward=10)
+    assert ((10.0, 10.0),) * 2 == (costs.during_dropping, costs.during_recompute)
+    assert "during_recompute" not in costs.to_json()
+    less = CostTable.uniform(2, during_forward=10, during_dropping=0, during_recompute=4)
+    assert ((0.0, 0.0), (4.0, 4.0)) == (less.during_dropping, less.during_recompute)
+    assert less == CostTable.from_json(less.to_json())
+    stage = StageCost(1, 2, 3, 4, 5, 6, during_forward=7)
+    table = CostTable.of([stage, stage._replace(during_dropping=1)], [EdgeCost(0, 0)])
+    assert ((7, 1), (7, 7)) == (table.during_dropping, table.during_recompute)
+    assert costs == TableCosts(costs).shares(2).table(Placement.linear(2))
+    assert (3.0,) == ShareCosts(during_forward=(3.0,)).table(Placement.linear(1)).during_dropping

@@ -100,3 +100,12 @@ def test_tables_that_are_not_of_the_same_stages_are_refused(table: Any, message:
 
 def test_levels_are_described_by_stage() -> None:
     assert "0: light, 1-3: 1, 4: light" == describe_levels(["light", 1.0, 1.0, 1.0, "light"])
+
+
+def test_level_that_drops_nothing_needs_as_much_as_its_forward() -> None:
+    """Otherwise a dropped forward seemed to need less, though it runs in the same way."""
+    whole = CostTable.uniform(2, after_forward=2.0, during_forward=10.0, during_dropping=0.0)
+    part = CostTable.uniform(2, after_forward=4.0, after_dropping=1.0, during_recompute=3.0)
+    mixed = mix_levels({"whole": whole, "part": part}, ["whole", "part"])
+    assert (2.0, 1.0) == mixed.after_dropping
+    assert ((10.0, 0.0), (10.0, 3.0)) == (mixed.during_dropping, mixed.during_recompute)

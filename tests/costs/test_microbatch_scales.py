@@ -55,7 +55,10 @@ def test_row_is_for_all_stages_and_rows_are_for_each() -> None:
             "time_scale[1] has 1 numbers, and time_scale[0] has 2. Expected one number per "
             "microbatch in each row.",
         ),
-        ({"time_scale": [[], []]}, "time_scale[0] has 0 numbers, and time_scale[0] has 0."),
+        (
+            {"time_scale": [[], []]},
+            "time_scale[0] is empty. Expected one number per microbatch in each row.",
+        ),
         (
             {"time_scale": ROW, "memory_scale": [1, 2]},
             "time_scale is for 3 microbatches, and memory_scale for 2. Expected one number per "

@@ -41,6 +41,8 @@ BATCH = torch.zeros(4, 2)
             "the mapping of levels is empty. Give at least one level, such as a memory budget.",
         ),
         ({"work": Work()}, r"work is Work\(.*\), but there are no lengths. Give lengths too."),
+        ({"work": 0, "lengths": [1, 1]}, r"work is 0. Expected a penstock.costs.Work"),
+        ({"overhead": 0.5, "lengths": [1, 1]}, "overhead is 0.5, but lengths are given, which"),
         ({"lengths": 4}, "lengths is 4. Expected one length per microbatch: give a list."),
         (
             {"lengths": [1, 2], "microbatches": 4},

@@ -130,3 +130,13 @@ def test_largest_microbatch_must_fit_beside_the_parameters() -> None:
         penstock.plan(layers, 2, **options, memory=17.9, effort=EFFORT)
     row = penstock.plan(layers, 2, **options, memory=18, effort=EFFORT).best
     assert (18.0, 18.0) == row.memory
+
+
+def test_smallest_memory_for_lengths_is_that_of_the_longest() -> None:
+    """It was that of a microbatch of mean length, in which the longest did not fit."""
+    costs = CostTable.uniform(2, after_forward=4, after_input=4)
+    options = {"batch": 4, "mb_size": 1, "lengths": [1, 1, 1, 5], "stages_per_rank": 1}
+    for memory in (1, 4):
+        with pytest.raises(ScheduleError, match="10"):
+            penstock.plan(costs, 2, memory=memory, effort=EFFORT, **options)
+    assert penstock.plan(costs, 2, memory=10, effort=EFFORT, **options).rows

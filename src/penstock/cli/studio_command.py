@@ -67,7 +67,7 @@ def studio(
     fields = fields_of(shares) | {"ranks": str(num_ranks), "microbatches": str(num_microbatches)}
     typed = {"lengths": lengths, "work": work, "recompute": "yes" if recompute else None}
     fields |= {name: text for name, text in typed.items() if text is not None}
-    if left_out := [name for name in _NOT_COUNTED if any(getattr(shares, name))]:
+    if left_out := [name for name in _NOT_COUNTED if any(getattr(shares, name) or ())]:
         typer.echo(
             f"The studio does not count {', '.join(left_out)}; penstock search does.", err=True
         )

@@ -68,9 +68,10 @@ def to_counts(option: str, text: str | None) -> list[int] | None:
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and len(part) <= 15 and int(part) > 0 for part in parts):
         raise OptionError(
-            f"{option} is {text!r}. Expected whole numbers above 0, separated by commas: 8,16."
+            f"{option} is {shortened(text)!r}. Expected whole numbers above 0, separated by "
+            "commas: 8,16. They have at most 15 digits."
         )
     return [int(part) for part in parts]
 

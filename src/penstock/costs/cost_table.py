@@ -29,7 +29,13 @@ SHARDING: Final = ("gather", "reduce", "gathered")
 SCALES: Final = ("time_scale", "memory_scale")
 """The fields with a factor for each microbatch."""
 # Costs that many stages do not have. Files without them are as valid: older ones have none of them.
-_OPTIONAL = (*DURING, *RECOMPUTING, *SHARDING, *SCALES)
+_OPTIONAL = (*DURING, "after_dropping", *SHARDING, *SCALES)
+# Those of recomputations that are as of forwards if they are not given.
+_AS_FORWARDS = {
+    "recompute": "forward",
+    "during_dropping": "during_forward",
+    "during_recompute": "during_forward",
+}
 _OF_EDGES = ("delay", "message_bytes", "bandwidth")
 
 
@@ -50,10 +56,10 @@ class StageCost(NamedTuple):
     reduce: float = 0.0
     gathered: float = 0.0
     after_dropping: float = 0.0
-    during_dropping: float = 0.0
-    during_recompute: float = 0.0
+    during_dropping: float | None = None
+    during_recompute: float | None = None
     recompute: float | None = None
-    """That of the forward if it is None."""
+    """This and the two before are those of the forward if they are None."""
 
 
 STAGE_COSTS: Final = tuple(StageCost.__annotations__)
@@ -110,7 +116,10 @@ class CostTable:
     after_dropping: tuple[float, ...]
     """Memory that a microbatch holds from the start of an F that is recomputed to its R."""
     during_dropping: tuple[float, ...]
-    """The most memory that such an F needs at any moment beyond what its rank held before it."""
+    """The most memory that such an F needs at any moment beyond what its rank held before it.
+
+    That of any forward if not given.
+    """
     during_recompute: tuple[float, ...]
     """The same for R."""
     overlap_saving: float = 0.0
@@ -141,8 +150,8 @@ class CostTable:
         gathered: Iterable[float] | float = 0.0,
         recompute: Iterable[float] | None = None,
         after_dropping: Iterable[float] | float = 0.0,
-        during_dropping: Iterable[float] | float = 0.0,
-        during_recompute: Iterable[float] | float = 0.0,
+        during_dropping: Iterable[float] | float | None = None,
+        during_recompute: Iterable[float] | float | None = None,
         overlap_saving: float = 0.0,
         time_scale: Iterable[float] | Iterable[Iterable[float]] = (),
         memory_scale: Iterable[float] = (),
@@ -160,6 +169,12 @@ class CostTable:
             else _each("backward", backward)
         )
         num_stages, num_edges = len(stages), max(len(stages) - 1, 0)
+        # What is not known of a recomputed forward is taken from the forward that it repeats.
+        needed = _spread("during_forward", during_forward, num_stages)
+        if during_dropping is None:
+            during_dropping = needed
+        if during_recompute is None:
+            during_recompute = needed
         values = {
             "forward": stages,
             "backward_input": halves[0],
@@ -167,7 +182,7 @@ class CostTable:
             "backward": full,
             "after_forward": _spread("after_forward", after_forward, num_stages),
             "after_input": _spread("after_input", after_input, num_stages),
-            "during_forward": _spread("during_forward", during_forward, num_stages),
+            "during_forward": needed,
             "during_input": _spread("during_input", during_input, num_stages),
             "during_weight": _spread("during_weight", during_weight, num_stages),
             "during_backward": _spread("during_backward", during_backward, num_stages),
@@ -194,9 +209,9 @@ class CostTable:
         """Return the table of the given stages and of the edges between them."""
         by_stage, by_edge = list(stages), list(edges)
         of_stages: Any = {name: [getattr(x, name) for x in by_stage] for name in STAGE_COSTS}
-        of_stages["recompute"] = [
-            x.forward if x.recompute is None else x.recompute for x in by_stage
-        ]
+        for name, usual in _AS_FORWARDS.items():
+            given = zip(of_stages[name], of_stages[usual], strict=True)
+            of_stages[name] = [other if own is None else own for own, other in given]
         return cls(
             **of_stages,
             delay=[cost.delay for cost in by_edge],
@@ -227,8 +242,8 @@ class CostTable:
         gathered: float = 0.0,
         recompute: float | None = None,
         after_dropping: float = 0.0,
-        during_dropping: float = 0.0,
-        during_recompute: float = 0.0,
+        during_dropping: float | None = None,
+        during_recompute: float | None = None,
         overlap_saving: float = 0.0,
         time_scale: Iterable[float] | Iterable[Iterable[float]] = (),
         memory_scale: Iterable[float] = (),
@@ -260,8 +275,8 @@ class CostTable:
             gathered=gathered * share,
             recompute=None if recompute is None else [recompute * share] * num_stages,
             after_dropping=after_dropping * share,
-            during_dropping=during_dropping * share,
-            during_recompute=during_recompute * share,
+            during_dropping=None if during_dropping is None else during_dropping * share,
+            during_recompute=None if during_recompute is None else during_recompute * share,
             overlap_saving=overlap_saving,
             time_scale=time_scale,
             memory_scale=memory_scale,
@@ -280,7 +295,7 @@ class CostTable:
         >>> costs.time_scale[0]
         (0.5, 1.0, 1.5)
         """
-        times, tokens = scales_of(lengths, measured_length, work or Work())
+        times, tokens = scales_of(lengths, measured_length, Work() if work is None else work)
         return replace(self, time_scale=(times,) * self.num_stages, memory_scale=tokens)
 
     @property
@@ -303,16 +318,17 @@ class CostTable:
     def to_json(self) -> str:
         """Return the table as JSON text, one line per field; `from_json` gives an equal one.
 
-        Memory during actions, costs of sharded parameters and of recomputation are left out if they
-        are all zero, the time of recomputation if it is that of forwards, and scales if there are
-        none.
+        Memory during actions, what dropped forwards hold and costs of sharded parameters are left
+        out if they are all zero, other costs of recomputation if they are those of forwards, and
+        scales if there are none.
         """
         values: dict[str, Any] = _FORMAT.header
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _OPTIONAL and not any(value):
                 continue
-            if field.name == "recompute" and value == self.forward:
+            usual = _AS_FORWARDS.get(field.name)
+            if usual is not None and value == getattr(self, usual):
                 continue
             values[field.name] = _as_json(value)
         lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
@@ -329,7 +345,7 @@ class CostTable:
         values = _FORMAT.parse(text)
         names = {field.name for field in fields(cls)}
         for problem, found in (
-            ("has no", names - values.keys() - {*_OPTIONAL, "recompute"}),
+            ("has no", names - values.keys() - {*_OPTIONAL, *_AS_FORWARDS}),
             ("has", values.keys() - names - {"format", "version"}),
         ):
             if found:

@@ -41,7 +41,7 @@ def pack(
     >>> pack([4, 1, 1, 1, 1, 4], 3, work=Work(per_token=0, per_square=1))
     [[0], [5], [1, 2, 3, 4]]
     """
-    rule = work or Work()
+    rule = Work() if work is None else work
     documents = _read(lengths, num_microbatches, rule, most_tokens)
     cap = inf if most_tokens is None else most_tokens
     found = _place(documents, num_microbatches, cap, by_work=True)

@@ -47,8 +47,9 @@ class ShareCosts:
     recompute: tuple[float, ...] | None = None
     """The time of recomputations; if not given, that of forwards."""
     after_dropping: tuple[float, ...] = (0.0,)
-    during_dropping: tuple[float, ...] = (0.0,)
-    during_recompute: tuple[float, ...] = (0.0,)
+    during_dropping: tuple[float, ...] | None = None
+    """If not given, that of forwards, and so is the next."""
+    during_recompute: tuple[float, ...] | None = None
     overlap_saving: float = 0.0
     time_scale: tuple[tuple[float, ...], ...] = ()
     """By part of the model and microbatch; see `CostTable`. Empty if all microbatches are alike."""
@@ -59,12 +60,13 @@ class ShareCosts:
 
     def table(self, placement: Placement) -> CostTable:
         """Return the costs of the stages."""
+        held: Any = {name: getattr(self, name) for name in HELD}
         return CostTable(
             forward=_along(self.forward, placement),
             backward_input=_along(self.backward_input, placement),
             backward_weight=_along(self.backward_weight, placement),
             backward=None if self.backward is None else _along(self.backward, placement),
-            **{name: _along(getattr(self, name), placement) for name in HELD},
+            **{name: _along(row, placement) for name, row in held.items() if row is not None},
             delay=self.delay,
             gather=_along(self.gather, placement),
             reduce=_along(self.reduce, placement),

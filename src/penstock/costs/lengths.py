@@ -115,5 +115,10 @@ def scales_of(
         usual = check_length("measured_length", measured_length)
     if not isinstance(work, Work):
         raise CostError(f"work is {work!r}. Expected a penstock.costs.Work.")
+    if not work(usual) > 0:
+        raise CostError(
+            f"By {work}, {usual:g} tokens take no work that can be counted. Expected longer "
+            "microbatches, or more work per token."
+        )
     times = tuple(sum(map(work, documents)) / work(usual) for documents in microbatches)
     return times, tuple(count / usual for count in tokens)

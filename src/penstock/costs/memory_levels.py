@@ -78,10 +78,11 @@ def mix_levels(tables: Mapping[Level, CostTable], levels: Sequence[Level]) -> Co
         for name in STAGE_COSTS
     }
     if any(any(table.after_dropping) for table in chosen):
-        of_stages["after_dropping"] = [
-            (table.after_dropping if any(table.after_dropping) else table.after_forward)[stage]
-            for stage, table in enumerate(chosen)
-        ]
+        for stage, table in enumerate(chosen):
+            if not any(table.after_dropping):
+                of_stages["after_dropping"][stage] = table.after_forward[stage]
+                of_stages["during_dropping"][stage] = table.during_forward[stage]
+                of_stages["during_recompute"][stage] = table.during_forward[stage]
     return CostTable(
         **of_stages,
         delay=[max(a.delay[edge], b.delay[edge]) for edge, (a, b) in edges],

@@ -25,7 +25,11 @@ def read_rows(name: str, values: Any, num_stages: int) -> Rows:
         )
     rows = tuple(read_row(f"{name}[{stage}]", row) for stage, row in enumerate(each))
     for stage, row in enumerate(rows):
-        if len(row) != len(rows[0]) or not row:
+        if not row:
+            raise CostError(
+                f"{name}[{stage}] is empty. Expected one number per microbatch in each row."
+            )
+        if len(row) != len(rows[0]):
             raise CostError(
                 f"{name}[{stage}] has {len(row)} numbers, and {name}[0] has {len(rows[0])}. "
                 "Expected one number per microbatch in each row."

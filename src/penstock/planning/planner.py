@@ -102,6 +102,11 @@ def plan(
             _refuse(name, value, "It is for a model, but costs were given.")
         source = _read_costs(what, batch, mb_size, request)
     wanted = None if microbatches is None else to_counts("microbatches", microbatches)
+    if lengths is not None and request.overhead > 0:
+        raise CostError(
+            f"overhead is {overhead:g}, but lengths are given, which scale the whole time of an "
+            "action. Leave one of them out."
+        )
     source, wanted = _with_lengths(source, lengths, work, wanted, request.memory)
     return _gather(source, wanted, request).plan(limits)
 
@@ -159,7 +164,7 @@ def _with_lengths(
         if work is not None:
             raise CostError(f"work is {work!r}, but there are no lengths. Give lengths too.")
         return source, wanted
-    sized = SizedSource(source, lengths, work or Work(), memory)
+    sized = SizedSource(source, lengths, Work() if work is None else work, memory)
     count = sized.num_microbatches
     if wanted not in (None, [count]):
         raise CostError(

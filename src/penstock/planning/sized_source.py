@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
+from statistics import fmean
 
 from penstock.costs import Work
 from penstock.costs.lengths import Lengths, read_lengths
@@ -35,7 +37,14 @@ class SizedSource(AbstractSource):
     def choices(self, num_microbatches: int, placement: Placement) -> list[Choice] | Refusal:
         found = self._source.choices(num_microbatches, placement)
         if isinstance(found, Refusal):
-            return found
+            if found.least_memory == inf:
+                return found
+            # That is what a microbatch of mean length needs. Parameters are not scaled, so a
+            # little less may do.
+            tokens = [sum(documents) for documents in self._lengths]
+            return Refusal.for_memory(
+                found.least_memory * max(tokens) / fmean(tokens), found.cut_points
+            )
         sized = [self._with_lengths(choice) for choice in found]
         needed = [_needed(choice) for choice in sized]
         if min(map(max, needed)) > self._memory * ROUNDING:

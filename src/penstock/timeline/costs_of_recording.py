@@ -191,8 +191,8 @@ def _footprint(
         after_dropping=tuple(
             min(kept[s], dropped[s]) if nets[_Dropping, s] else kept[s] for s in stages
         ),
-        during_dropping=tuple(needs(_Dropping, stage) for stage in stages),
-        during_recompute=tuple(needs(Recompute, stage) for stage in stages),
+        during_dropping=tuple(needs(_Dropping, s) or needs(Forward, s) for s in stages),
+        during_recompute=tuple(needs(Recompute, s) or needs(Forward, s) for s in stages),
         memory_scale=scales,
     )
 
