@@ -11,7 +11,7 @@ from penstock.errors import ScheduleError
 from penstock.ir import Backward, Forward
 from penstock.ir.action import compute_parts
 from penstock.runtime.auto.next_schedule import Outlook, choose_next
-from penstock.runtime.auto.seen_work import ALIKE, SeenWork
+from penstock.runtime.auto.seen_work import UNKNOWN, SeenWork
 from penstock.runtime.microbatch_order import order_by_work
 from penstock.solver import Problem
 from penstock.solver.safe_schedules import one_at_a_time, safe_schedule
@@ -156,7 +156,7 @@ def seen_in(placement: Placement) -> SeenWork:
 def test_schedule_for_microbatches_that_differ_is_faster_for_the_steps_seen() -> None:
     placement = Placement.v(4)
     costs, safe, seen = CostTable.uniform(8), safe_schedule(placement, 8), seen_in(placement)
-    alike, found = (choose_next(costs, safe, None, 4, seen=work) for work in (ALIKE, seen))
+    alike, found = (choose_next(costs, safe, None, 4, seen=work) for work in (UNKNOWN, seen))
     times = [
         sum(simulate(one.schedule, seen.apply(costs, work)).makespan for work in seen.steps)
         for one in (alike, found)
@@ -175,12 +175,20 @@ def test_microbatches_that_differ_keep_the_memory() -> None:
     assert 0 <= found.gap < 1
 
 
-@pytest.mark.parametrize("steps", [[], [(), ()], [[2.0, 2.0], [2.0, 2.0]], [[0.0, 0.0, 1.0]]])
-def test_work_that_does_not_differ_or_is_not_known_is_alike(steps: list[list[float]]) -> None:
+@pytest.mark.parametrize("steps", [[], [(), ()], [[0.0, 0.0, 1.0]]])
+def test_work_that_is_not_known_is_alike(steps: list[list[float]]) -> None:
     seen = SeenWork.of(steps)
-    assert ALIKE == seen
+    assert UNKNOWN == seen
     assert () == seen.mean
     assert CostTable.uniform(2) == seen.apply(CostTable.uniform(2), [1.0, 2.0])
+
+
+def test_work_that_did_not_differ_is_known_when_it_grows() -> None:
+    """A rank was said to be slow when all microbatches had become longer."""
+    seen = SeenWork.of([[2.0, 2.0], [2.0, 2.0]])
+    assert () == seen.mean == seen.differing
+    assert CostTable.uniform(1) == seen.apply(CostTable.uniform(1), seen.mean)
+    assert ((4.0, 4.0),) == seen.apply(CostTable.uniform(1), [8.0, 8.0]).time_scale
 
 
 def test_microbatch_without_work_takes_a_little_time() -> None:

@@ -17,7 +17,7 @@ from penstock import Auto, CostTable, LocalGroup, Pipeline, local_ranks, schedul
 from penstock.costs import EdgeCost
 from penstock.errors import AgreementError, StageError
 from penstock.ir import Backward, Forward
-from penstock.runtime.auto.seen_work import ALIKE, SeenWork
+from penstock.runtime.auto.seen_work import UNKNOWN, SeenWork
 from penstock.runtime.auto.slow_watch import WINDOW, SlowWatch, Verdict
 from penstock.runtime.measuring.message_times import Edge
 from penstock.runtime.measuring.slowness import Plan
@@ -47,7 +47,7 @@ def watch_steps(
     *,
     step_s: float = 0.186,
     edges: dict[int, Edge] | None = None,
-    seen: SeenWork = ALIKE,
+    seen: SeenWork = UNKNOWN,
     work: Sequence[float] = (),
 ) -> list[Verdict | None]:
     """Return what rank 0 finds after each step, in which some ranks are slower by a factor."""

@@ -13,7 +13,8 @@ from penstock.passes.held_memory import cap_of_each_rank
 class Auto:
     """A schedule to find while training: measure the first steps, then search for the best one.
 
-    Each rank may hold `memory` bytes for its microbatches: a number, or one for each rank. Times
+    Each rank may hold `memory` bytes for its microbatches, counted as if all held alike: a number,
+    or one for each rank. Times
     are measured in `measure_steps` steps with split and as many with full backwards, and the
     search takes at most `seconds`. With `replan_when=0.2`, all of this is done again when times
     have changed by more than 20 %. A rank or link that has become slower than planned by more than

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from penstock.costs import CostTable
 from penstock.ir import Schedule
-from penstock.runtime.auto.seen_work import ALIKE, SeenWork
+from penstock.runtime.auto.seen_work import UNKNOWN, SeenWork
 from penstock.sim import simulate
 from penstock.solver import search
 from penstock.solver.problem_checks import RecomputeChoice
@@ -44,7 +44,7 @@ class NextSchedule:
     is_new: bool
     gap: float
     """The share by which the found schedule is slower than the proven lower bound."""
-    seen: SeenWork = ALIKE
+    seen: SeenWork = UNKNOWN
     """The work of the microbatches that it was chosen for."""
     is_again: bool = False
     """True if `before` is a schedule that was planned, and not that of the first steps."""
@@ -63,9 +63,9 @@ class NextSchedule:
 
     @property
     def _of_work(self) -> str:
-        if not self.seen.steps:
+        if not self.seen.differing:
             return ""
-        shares = [work / self.seen.usual for step in self.seen.steps for work in step]
+        shares = [work / self.seen.usual for step in self.seen.differing for work in step]
         return f", for microbatches of {min(shares):.2g} to {max(shares):.2g} times the median work"
 
 
@@ -76,7 +76,7 @@ def choose_next(
     seconds: float,
     *,
     recompute: RecomputeChoice = "auto",
-    seen: SeenWork = ALIKE,
+    seen: SeenWork = UNKNOWN,
     so_far: Schedule | None = None,
 ) -> NextSchedule:
     """Return the fastest schedule that fits, or the one so far if it is as fast.
@@ -88,7 +88,7 @@ def choose_next(
     """
     placement = safe.placement
     typical = seen.apply(costs, seen.mean)
-    tables = [costs, typical] if seen.steps else [costs]
+    tables = [costs, typical] if seen.differing else [costs]
     results = [
         search(
             table,
@@ -101,7 +101,7 @@ def choose_next(
         )
         for table in tables
     ]
-    steps = [seen.apply(costs, work) for work in seen.steps] or [costs]
+    steps = [seen.apply(costs, work) for work in seen.differing] or [costs]
     found = min((result.schedule for result in results), key=lambda one: _mean_s(one, steps))
     found.verify(costs=costs, memory=memory)
     current = safe if so_far is None else so_far

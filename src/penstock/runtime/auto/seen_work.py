@@ -15,7 +15,7 @@ _LEAST = 1e-3  # The least share of the usual work: a microbatch without any tak
 
 @dataclass(frozen=True, slots=True)
 class SeenWork:
-    """The work of each microbatch as they ran, step by step; none if they were all alike."""
+    """The work of each microbatch as they ran, step by step; none if it is not known."""
 
     steps: tuple[tuple[float, ...], ...]
     usual: float
@@ -25,14 +25,17 @@ class SeenWork:
     def of(cls, steps: Sequence[Sequence[float]]) -> "SeenWork":
         values = [work for step in steps for work in step]
         usual = statistics.median(values) if values else 0.0
-        if usual == 0 or len({*values}) == 1:
-            return ALIKE
-        return cls(tuple(map(tuple, steps)), usual)
+        return cls(tuple(map(tuple, steps)), usual) if usual > 0 else UNKNOWN
+
+    @property
+    def differing(self) -> tuple[tuple[float, ...], ...]:
+        """The steps, if their microbatches differ; none if all are alike."""
+        return self.steps if len({work for step in self.steps for work in step}) > 1 else ()
 
     @property
     def mean(self) -> tuple[float, ...]:
         """The mean work at each place; empty if microbatches are alike."""
-        return tuple(map(statistics.fmean, zip(*self.steps, strict=True)))
+        return tuple(map(statistics.fmean, zip(*self.differing, strict=True)))
 
     def apply(self, costs: CostTable, work: Sequence[float]) -> CostTable:
         """Return measured costs for microbatches of this work; the same if it is not known.
@@ -47,5 +50,5 @@ class SeenWork:
         return replace(costs, time_scale=(scales,) * costs.num_stages)
 
 
-ALIKE = SeenWork((), 1.0)
-"""Microbatches that do not differ, or whose work is not known."""
+UNKNOWN = SeenWork((), 1.0)
+"""Microbatches whose work is not known, which are taken to be alike."""

@@ -17,7 +17,7 @@ import torch
 from penstock.comm import AbstractComm
 from penstock.comm.decisions import decide
 from penstock.ir import Message, Rank, StageId
-from penstock.runtime.auto.seen_work import ALIKE, SeenWork
+from penstock.runtime.auto.seen_work import UNKNOWN, SeenWork
 from penstock.runtime.measuring.action_times import Meter
 from penstock.runtime.measuring.message_times import Edge, measure_edges
 from penstock.runtime.measuring.slowness import (
@@ -64,7 +64,7 @@ class SlowWatch:
     share: float
     usual_s: float
     """The time of a step of this rank when the plan was new."""
-    seen: SeenWork = ALIKE
+    seen: SeenWork = UNKNOWN
     every: int = LOOK_EVERY
     over: Callable[[Verdict], Verdict] = lambda verdict: verdict
     is_quiet: bool = False
