@@ -3,6 +3,7 @@
 `tests/dist/test_dry_runs_on_processes.py` compares them with real ranks.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -182,10 +183,19 @@ def looks_at_values(outputs: Tensor, target: Tensor) -> Tensor:
     ("options", "message"),
     [
         ({"loss_fn": None}, "loss_fn is None, but a dry run is of a training step"),
-        ({"example_target": None}, "example_target is missing: the last stage needs a target"),
+        (
+            {"example_target": None},
+            "example_target, the target of the batch, is missing: the last stage needs",
+        ),
         ({"schedule": "auto"}, "schedule is 'auto', which is found in real steps"),
         ({"ranks": 4}, "ranks has 4. Expected ranks of the pipeline: 0 to 3"),
         ({"ranks": [0, "1"]}, "ranks has '1'. Expected ranks of the pipeline"),
+        ({"ranks": True}, "ranks has True. Expected ranks of the pipeline"),
+        ({"ranks": 3.5}, "ranks has 3.5. Expected ranks of the pipeline"),
+        ({"ranks": []}, "ranks is empty. Give at least one rank to run"),
+        ({"memory": math.nan}, "memory is nan. Expected a number of bytes above 0"),
+        ({"memory": "8GiB"}, "memory is '8GiB'. Expected a number of bytes above 0"),
+        ({"optimizer": "AdamW"}, "optimizer is 'AdamW'. Expected what makes one"),
         ({"memory": 1000}, r"the training does not fit: rank 0: .* but memory is 1000 B"),
     ],
 )

@@ -35,7 +35,7 @@ class DryRank:
     step_bytes: int
     """The most that activations, messages and gradients take at one time."""
     num_actions: int
-    """The number of forwards and backwards."""
+    """The number of computes in its order; an overlap counts once."""
     sent: Mapping[Rank, Traffic]
     received: Mapping[Rank, Traffic]
 

@@ -1,6 +1,7 @@
 """Run a step of any rank of a pipeline, without the other ranks and without values."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -70,6 +71,13 @@ def dry_run(
     >>> found.ranks[0].stages, found.ranks[0].sent[4].num_messages
     ((3,), 32)
     """
+    if memory is not None and not (isinstance(memory, Real) and memory > 0):  # Or nan.
+        raise StageError(f"memory is {memory!r}. Expected a number of bytes above 0.")
+    if not callable(optimizer):
+        raise StageError(
+            f"optimizer is {optimizer!r}. Expected what makes one, given parameters, such as "
+            "torch.optim.AdamW."
+        )
     batch = ExampleBatch.of(example, example_kwargs, example_target)
     loss = loss_as_given(loss_fn)
     if loss is None:
@@ -79,8 +87,8 @@ def dry_run(
         )
     if batch.target is None and not isinstance(loss, OwnLoss):
         raise StageError(
-            "example_target is missing: the last stage needs a target for its loss. Give one for "
-            "the whole batch; it may be on the meta device."
+            "example_target, the target of the batch, is missing: the last stage needs it for its "
+            "loss. Give one for the whole batch; it may be on the meta device."
         )
     choice = choose_schedule(
         schedule,
@@ -155,9 +163,12 @@ def _choose_ranks(given: int | Iterable[int] | None, pipeline: DryPipeline) -> S
     """Return the ranks to run: those given, or the heaviest by their orders."""
     num_ranks = pipeline.schedule.num_ranks
     if given is not None:
-        ranks = [given] if isinstance(given, int) else list(given)
+        ranks = list(given) if isinstance(given, Iterable) else [given]
+        if not ranks:
+            raise StageError("ranks is empty. Give at least one rank to run, or leave it out.")
         for rank in ranks:
-            if not isinstance(rank, int) or rank not in range(num_ranks):
+            is_number = isinstance(rank, int) and not isinstance(rank, bool)
+            if not is_number or rank not in range(num_ranks):
                 raise StageError(
                     f"ranks has {rank!r}. Expected ranks of the pipeline: 0 to {num_ranks - 1}."
                 )
