@@ -287,3 +287,14 @@ def test_search_says_what_is_recomputed_and_the_order_of_microbatches() -> None:
     facts = json.loads(run(*args, "--lengths", "3,1,2", "--json").out)
     assert [0, 1, 2] == sorted(facts["forward_order"]) == sorted(facts["backward_order"])
     assert not any(facts["recomputed"])
+
+
+def test_compare_searches_where_only_some_numbers_of_stages_fit() -> None:
+    """With recomputation, two stages per rank need less than one, which stopped the command."""
+    args = ("compare", "-p", 2, "-m", 2, "--recompute", "--memory", 0.7)
+    facts = json.loads(run(*args, "--json").out)
+    [row] = [row for row in facts["schedules"] if row["fits"] and row["name"] == "searched"]
+    assert any(row["recomputed"])
+    assert [0, 1] == sorted(row["forward_order"])
+    assert all(other["excess"] for other in facts["schedules"] if not other["fits"])
+    assert any(line.startswith("The best searched schedule: ") for line in run(*args).lines)

@@ -8,6 +8,7 @@ from command_line import run
 
 from penstock import CostTable, schedules, simulate
 from penstock.costs import Work
+from penstock.timeline import RecordedStep, Recording
 
 LENGTHS = "512,2048,1024,512"
 
@@ -65,3 +66,23 @@ def test_file_with_another_number_of_microbatches_is_refused(tmp_path: Path) -> 
     path.write_text(schedules.get("1F1B")(num_ranks=2, num_microbatches=4).to_csv())
     error = run("simulate", path, "--lengths", "1,2").error
     assert "The costs are for 2 microbatches of different sizes, but there are 4" in error
+
+
+def test_recording_of_other_microbatches_may_be_planned_for_lengths(tmp_path: Path) -> None:
+    schedule = schedules.get("1F1B")(num_ranks=2, num_microbatches=8)
+    report = simulate(schedule, CostTable.uniform(2))
+    Recording((RecordedStep(0, report.timeline),)).save(tmp_path / "run.json")
+    ran = run("simulate", "ZB-H1", "--costs", tmp_path / "run.json", "--lengths", "1,2", "--json")
+    assert 2 == json.loads(ran.out)[0]["num_microbatches"]
+
+
+def test_lengths_beside_scales_or_another_schedule_are_refused(tmp_path: Path) -> None:
+    CostTable.uniform(2).for_lengths([1, 2, 3]).save(tmp_path / "scaled.json")
+    error = run("search", "-p", 2, "--costs", tmp_path / "scaled.json", "--lengths", "5,6").error
+    assert error.startswith("--lengths were given, but the costs have scales for 3 microbatches")
+    own = tmp_path / "own.csv"
+    own.write_text(schedules.get("1F1B")(num_ranks=2, num_microbatches=8).to_csv())
+    error = run("verify", own, "--lengths", "512,1024", "--memory", 8).error
+    assert error.startswith(f"{own}: The costs are for 2 microbatches of different sizes")
+    error = run("compare", own, "--lengths", "512,1024", "--no-search").error
+    assert error.startswith("2 microbatches of different sizes are given, but the schedule has 8.")

@@ -3,6 +3,7 @@
 import pytest
 
 from penstock import CostTable, Placement, search
+from penstock.errors import CostError, ScheduleError
 from penstock.solver import Advice, Help
 
 EVEN = CostTable.uniform(4)
@@ -76,3 +77,28 @@ def test_advice_is_a_line_for_each_fact() -> None:
     assert "Memory limits the step.\nWhat would help: twice the memory: 12.3% less time." == str(
         advice
     )
+
+
+def test_head_whose_scales_are_larger_limits_the_step_too() -> None:
+    """The same times, once as scales of a stage's row and once as times of the stage."""
+    ones = {name: [1, 1] for name in ("forward", "backward_input", "backward_weight")}
+    threes = {name: [1, 3] for name in ones}
+    scaled = CostTable(**ones, time_scale=[[1.0] * 6, [3.0] * 6])
+    advice, same = (
+        search(costs, 2, 6, effort=0.1).advise() for costs in (scaled, CostTable(**threes))
+    )
+    assert (
+        same.limit == advice.limit == "Rank 1 limits the step: its work takes 1.5 times the mean."
+    )
+    assert gains(same).keys() == gains(advice).keys()
+
+
+def test_advice_that_cannot_be_meant_is_refused() -> None:
+    costs = CostTable.uniform(2).for_lengths([1, 1, 1, 9], measured_length=1)
+    found = search(costs, 2, 4, effort=0.05)
+    with pytest.raises(ScheduleError, match=r"effort is nan\. Expected a finite number above 0"):
+        found.advise(effort=float("nan"))
+    with pytest.raises(ScheduleError, match=r"seconds is -1\. Expected a finite number above 0"):
+        found.advise(seconds=-1)
+    with pytest.raises(CostError, match="costs_in_v has scales for None microbatches, which are"):
+        found.advise(costs_in_v=CostTable.uniform(4, stages_per_rank=2))

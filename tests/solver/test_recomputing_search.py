@@ -156,7 +156,7 @@ def test_what_does_not_fit_may_fit_with_recomputation() -> None:
         match=re.escape(
             "rank 0 may hold 39, but one microbatch on its stages [0, 3] needs 40. The smallest "
             "memory that fits is 40 on each rank: allow that, use smaller microbatches, or cut the "
-            "model into more stages. With recompute=True, 22 is enough."
+            "model into more stages. If forwards may be recomputed, 22 is enough."
         ),
     ):
         search(costs, 2, 3, memory=39.0, placements=[Placement.v(2)])
@@ -261,3 +261,26 @@ def test_bound_weighs_recomputations_against_waits() -> None:
     assert 14 == lower_bound(without_recomputing(problem))
     assert 15 == trade_off(problem) == lower_bound(problem)
     assert 16 == ask(problem).time
+
+
+def test_forward_that_only_needs_less_while_it_runs_is_dropped() -> None:
+    """It holds as much afterwards, so it was kept, and the orders had no end."""
+    costs = CostTable.uniform(
+        1,
+        after_forward=1,
+        after_dropping=1,
+        during_forward=3,
+        during_dropping=0,
+        during_recompute=0,
+    )
+    found = search(costs, 1, 2, memory=2, recompute=True, effort=0.02)
+    assert 8 == found.time
+    assert 2 == recomputed(found.schedule)
+
+
+def test_bound_of_a_rank_that_cannot_run_any_forward_is_infinite() -> None:
+    """What F needs is more than the cap: the number of microbatches in it was negative."""
+    costs = CostTable.uniform(2, after_dropping=0.5, during_forward=10)
+    problem = Problem.of(costs, Placement.linear(2), 4, memory=2, recompute=True)
+    assert problem.find_shortage() == 0
+    lower_bound(problem)

@@ -57,7 +57,7 @@ def test_defaults_are_all_right() -> None:
             "512,x",
             "lengths is '512,x'. Expected the tokens of each microbatch, separated",
         ),
-        ("lengths", "1,,2", "512,2048,1024 (at most 512)."),
+        ("lengths", "1,,2", "as in 512,2048,1024: below 1e9, and for at most 512 microbatches."),
         ("lengths", "9" * 5000, "lengths is '9999999999999999999999999999999999999...'."),
         ("lengths", ",".join("1" * 513), "lengths is '1,1,1,"),
         ("lengths", "0,1", "lengths is '0,1'. Expected whole numbers above 0, separated by commas"),

@@ -30,7 +30,14 @@ from penstock.costs.given_costs import ShareCosts
 from penstock.costs.units import in_time
 from penstock.errors import OptionError
 from penstock.schedules import REGISTRY
-from penstock.solver.comparison import Comparison
+from penstock.solver.chosen_orders import (
+    backward_order,
+    count_recomputed,
+    describe_order,
+    describe_recomputed,
+    forward_order,
+)
+from penstock.solver.comparison import SEARCHED, Comparison
 from penstock.solver.placement_choices import describe
 from penstock.solver.question import Question
 
@@ -132,6 +139,12 @@ def _print(comparison: Comparison) -> None:
     rows = [row[: len(header)] for row in rows]
     print_table(header, rows, words=("schedule", "placement", "why not"))
     print(comparison.bound_in_words)
+    searched = [row.schedule for row in comparison.rows if row.name.startswith(SEARCHED)]
+    for schedule in searched[:1]:
+        if any(count_recomputed(schedule)):
+            print(f"The best searched schedule: {describe_recomputed(schedule)}")
+        if comparison.question.costs.num_microbatches is not None:
+            print(f"The best searched schedule: {describe_order(schedule)}")
 
 
 def _facts(comparison: Comparison) -> dict[str, Any]:
@@ -149,6 +162,10 @@ def _facts(comparison: Comparison) -> dict[str, Any]:
                 "lower_bound": comparison.bounds[row.placement],
                 "gap": row.gap,
                 "fits": row.excess == "",
+                "excess": row.excess,
+                "recomputed": count_recomputed(row.schedule),
+                "forward_order": forward_order(row.schedule),
+                "backward_order": backward_order(row.schedule),
             }
             for row in comparison.rows
         ],

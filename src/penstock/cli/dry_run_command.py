@@ -1,6 +1,5 @@
 """`penstock dry-run`: run a step of any rank of a large pipeline on this machine."""
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +7,7 @@ import typer
 
 from penstock.cli import train_options
 from penstock.cli.given import ShapeOptions, read_schedules
-from penstock.cli.made_model import make_given
+from penstock.cli.made_model import make_given, quieten_torch
 from penstock.cli.options import AsJson, Microbatches, Ranks, StagesPerRank
 from penstock.cli.plan_options import RankMemory
 from penstock.cli.screen import print_json, print_table, sign_of_life
@@ -89,8 +88,7 @@ def dry_run(
     order = read_schedules([schedule], shape)[0].schedule
     chosen = _read_ranks(rank, order.num_ranks)
     with sign_of_life("Running"), errors_in_one_line("The model failed"):
-        # torch would log in many lines an error that we print in one.
-        _quieten_torch()
+        quieten_torch()
         if function is not None:
             found = _run_function(function, order, chosen, cap)
         else:
@@ -99,12 +97,6 @@ def dry_run(
         print_json(_facts(found))
     else:
         _print(found)
-
-
-def _quieten_torch() -> None:
-    from penstock.torch_private import FAKE_TENSOR_LOGGER
-
-    logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
 
 
 def _read_ranks(texts: list[str] | None, num_ranks: int) -> list[int] | None:
@@ -119,6 +111,8 @@ def _read_ranks(texts: list[str] | None, num_ranks: int) -> list[int] | None:
             )
         return list(range(num_ranks))
     for text in texts:
+        if text == "all":
+            raise OptionError("--rank is all, beside others. Leave the others out.")
         if not text.isdecimal() or int(text) >= num_ranks:
             raise OptionError(
                 f"--rank is {text!r}. Expected a rank from 0 to {num_ranks - 1}, or all."

@@ -37,9 +37,14 @@ class ShapeOptions(NamedTuple):
         They are those given, or those of `schedule` or of the recording that the costs are from,
         or the defaults. If microbatches differ in size, there are as many as have a size.
         """
+        sized = self.lengths or (costs.num_microbatches if costs else None)
+        if schedule is not None and sized not in (None, schedule.num_microbatches):
+            raise OptionError(
+                f"{sized} microbatches of different sizes are given, but the schedule has "
+                f"{schedule.num_microbatches}. Give a length for each of them."
+            )
         if schedule is None and costs is not None:
             schedule = costs.schedule
-        sized = self.lengths or (costs.num_microbatches if costs else None)
         if self.microbatches is not None and sized not in (None, self.microbatches):
             raise OptionError(
                 f"--microbatches is {self.microbatches}, but {sized} microbatches of different "
@@ -48,7 +53,7 @@ class ShapeOptions(NamedTuple):
         usual = (
             (_usual_ranks(costs), sized or _NUM_MICROBATCHES)
             if schedule is None
-            else (schedule.num_ranks, schedule.num_microbatches)
+            else (schedule.num_ranks, sized or schedule.num_microbatches)
         )
         numbers = self.ranks or usual[0], self.microbatches or usual[1]
         check_size(*numbers)

@@ -22,7 +22,14 @@ class LengthsOption(NamedTuple):
 
     def apply(self, costs: GivenCosts) -> GivenCosts:
         """Return the costs for these lengths; those given are of a microbatch of mean length."""
-        return costs if self.lengths is None else costs.for_lengths(self.lengths, self.work)
+        if self.lengths is None:
+            return costs
+        if costs.num_microbatches is not None:
+            raise OptionError(
+                f"--lengths were given, but the costs have scales for {costs.num_microbatches} "
+                "microbatches already. Leave --lengths out, or give costs without scales."
+            )
+        return costs.for_lengths(self.lengths, self.work)
 
 
 def read_lengths(lengths: str | None, work: str | None) -> LengthsOption:

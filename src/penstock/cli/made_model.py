@@ -1,5 +1,6 @@
 """The model that a function of the user returns, with its arguments for a whole batch."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import OptionError
@@ -18,6 +19,14 @@ def make_given(name: str) -> tuple["nn.Module", dict[str, Any]]:
     with errors_in_one_line(f"{name} failed"):
         made = function()
     return _check_made(name, made)
+
+
+def quieten_torch() -> None:
+    """Log no error of shapes in many lines that we print in one; --debug shows the traceback."""
+    from penstock.torch_private import SHAPE_LOGGERS
+
+    for name in SHAPE_LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _check_made(name: str, made: Any) -> tuple["nn.Module", dict[str, Any]]:

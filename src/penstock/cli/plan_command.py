@@ -1,13 +1,12 @@
 """`penstock plan`: choose the cut, the number of microbatches and the schedule for a model."""
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.facts import advice_facts
 from penstock.cli.files import PIPE, check_output, write_text
 from penstock.cli.lengths_option import read_lengths
 from penstock.cli.levels_option import LevelTexts, read_levels
-from penstock.cli.made_model import make_given
+from penstock.cli.made_model import make_given, quieten_torch
 from penstock.cli.options import AsJson, Effort, LengthsText, Output, Seconds, WorkText
 from penstock.cli.plan_options import (
     Batch,
@@ -143,11 +142,9 @@ def _write(found: "Plan", output: str | None, save_costs: str | None) -> None:
 
 def _plan(name: str, num_ranks: int, options: dict[str, Any]) -> "Plan":
     from penstock.planning import plan as make_plan
-    from penstock.torch_private import FAKE_TENSOR_LOGGER
 
     model, question = make_given(name)
-    # torch would log in many lines an error that we print in one; --debug shows the traceback.
-    logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
+    quieten_torch()
     with errors_in_one_line("The model failed"):
         return make_plan(model, num_ranks, **question, **options)
 

@@ -214,7 +214,8 @@ def summarise(config: TrainConfig, trained: "Trained") -> str:
             _describe_schedule(config, trained),
         ]
         if num_skipped := sum(bool(done.skipped) for done in trained.steps):
-            lines.append(f"skipped {_counted(num_skipped, 'step')} that were not finite")
+            were = "was" if num_skipped == 1 else "were"
+            lines.append(f"skipped {_counted(num_skipped, 'step')} that {were} not finite")
         if config.checkpoint:
             lines.append(f"checkpoint {step_folder(Path(config.checkpoint), config.steps)}")
     if config.record:

@@ -11,7 +11,7 @@ from penstock.cli.lengths_option import read_lengths
 from penstock.cli.options import CostsText, GatherCosts, LengthsText, Memory
 from penstock.costs.amounts import to_caps
 from penstock.costs.given_costs import GivenCosts, ShareCosts
-from penstock.errors import OptionError, PipelineError, ScheduleError
+from penstock.errors import OptionError, PipelineError
 from penstock.passes import verify as check
 
 
@@ -59,5 +59,5 @@ def _check_memory(given: Given, costs: GivenCosts, caps: float | tuple[float, ..
     table = costs.table(given.schedule.placement)
     try:
         check(given.schedule, costs=table, memory=caps)
-    except ScheduleError as exc:
-        raise ScheduleError(f"{given.name}: {exc}") from exc
+    except PipelineError as exc:
+        raise type(exc)(f"{given.name}: {exc}") from exc

@@ -6,15 +6,16 @@ as messages that take no time. The change that would save most is what limits th
 
 from dataclasses import dataclass, replace
 from math import fsum, inf
+from operator import mul
 from statistics import fmean
 from typing import Any
 
 from penstock.costs import CostTable
-from penstock.errors import ScheduleError
+from penstock.errors import CostError, ScheduleError
 from penstock.ir import Placement
 from penstock.sim import simulate
 from penstock.solver.gathered_search import GatherChoice
-from penstock.solver.problem_checks import check_recompute
+from penstock.solver.problem_checks import check_positive, check_recompute
 from penstock.solver.search_result import SearchResult
 from penstock.solver.searching import search
 
@@ -68,8 +69,20 @@ def advise(
     What would help: layers moved away from rank 3, for equal stages: 48.0% less time.
     What would help: twice as many microbatches of the same size: 1.0% less time.
     """
+    check_positive("seconds", seconds)
+    check_positive("effort", effort)
+    own = found.report.costs
+    if costs_in_v is not None and (
+        (costs_in_v.num_microbatches, costs_in_v.memory_scale)
+        != (own.num_microbatches, own.memory_scale)
+    ):
+        raise CostError(
+            f"costs_in_v has scales for {costs_in_v.num_microbatches} microbatches, which are not "
+            f"those of the {own.num_microbatches} in the costs of the schedule. Expected the same "
+            "microbatches: use for_lengths() with the same lengths."
+        )
     asked = _Asked(
-        costs=found.report.costs,
+        costs=own,
         placement=found.schedule.placement,
         num_microbatches=found.schedule.num_microbatches,
         memory=found.memory,
@@ -124,9 +137,15 @@ class _Asked:
 
     def with_equal_stages(self) -> "_Asked":
         """Ask for stages that take the mean time of all."""
-        num_stages = self.costs.num_stages
-        even: Any = {name: (fmean(getattr(self.costs, name)),) * num_stages for name in _TIMES}
-        return replace(self, costs=replace(self.costs, **even))
+        costs, num_stages = self.costs, self.costs.num_stages
+        even: Any = {
+            name: (fmean(map(mul, getattr(costs, name), _paces(costs))),) * num_stages
+            for name in _TIMES
+        }
+        if costs.time_scale:
+            mean = [fmean(row) for row in zip(*_evened(costs), strict=True)]
+            even["time_scale"] = (tuple(mean),) * num_stages
+        return replace(self, costs=replace(costs, **even))
 
     def with_speed(self, factor: float) -> "_Asked":
         """Ask for messages that are this many times as fast."""
@@ -187,9 +206,20 @@ class _Brief:
 def _busiest(asked: _Asked) -> tuple[int, float]:
     """Return the rank with the most work, and how many times the mean of all ranks that is."""
     costs, placement = asked.costs, asked.placement
+    paces = _paces(costs)
     work = [
-        fsum(costs.forward[s] + costs.backward[s] for s in placement.stages_of(rank))
+        fsum(paces[s] * (costs.forward[s] + costs.backward[s]) for s in placement.stages_of(rank))
         for rank in range(placement.num_ranks)
     ]
     most = max(work)
     return work.index(most), (most / fmean(work) if most > 0 else 1.0)
+
+
+def _paces(costs: CostTable) -> list[float]:
+    """Return the mean factor of the times of each stage."""
+    return [fmean(row) for row in costs.time_scale] or [1.0] * costs.num_stages
+
+
+def _evened(costs: CostTable) -> list[list[float]]:
+    """Return the factors of each stage by microbatch, with a mean of 1."""
+    return [[value / fmean(row) for value in row] for row in costs.time_scale]

@@ -28,7 +28,7 @@ class Row:
     """A schedule that can be run."""
 
     name: str
-    placement: Placement
+    schedule: Schedule
     report: Report
     time: float
     bubble: float
@@ -40,6 +40,10 @@ class Row:
     """
     excess: str
     """The memory it needs where it exceeds a cap, in words; empty if it fits."""
+
+    @property
+    def placement(self) -> Placement:
+        return self.schedule.placement
 
 
 class Comparison:
@@ -99,7 +103,7 @@ class Comparison:
         is_beyond = not self.question.recompute and any(count_recomputed(schedule))
         row = Row(
             name=name,
-            placement=schedule.placement,
+            schedule=schedule,
             report=report,
             time=time,
             bubble=report.bubble_by_makespan if is_makespan else report.bubble_by_span,
@@ -148,9 +152,7 @@ class Comparison:
             try:
                 found = find_best(question, [placements], seconds=_SECONDS, effort=_EFFORT)
             except ScheduleError:
-                if question.gathers is None:
-                    raise
-                continue  # The gathers of other numbers of stages fit, or check_memory raises.
+                continue  # Other numbers of stages fit in the memory, or check_memory raises.
             self.add(SEARCHED, found.schedule)
 
     def _bound(self, placement: Placement) -> tuple[Problem, float]:

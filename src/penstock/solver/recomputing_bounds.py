@@ -171,7 +171,7 @@ class _Flight:
             # `x` of them are in the last link. If it cannot have any microbatch, F cannot run.
             links = ((rows[total - x], most[x]) for x in range(total + 1))
             waits = min(
-                inf if count == 0 else row[mb - count] + round_trip if mb >= count else 0.0
+                inf if count <= 0 else row[mb - count] + round_trip if mb >= count else 0.0
                 for row, count in links
             )
             starts.append(max(times.first[self.stage] + mb * own, waits))

@@ -100,7 +100,7 @@ class SearchResult:
         """Say what limits the step, and what would shorten it by how much.
 
         If `costs_in_v` has the costs of the same model as two stages per rank, a V is tried. Brief
-        searches take at most about `seconds` together, and try more with more `effort`.
+        searches take at most about `seconds` together, and try more with an `effort` above 1.
         """
         from penstock.solver.advice import advise  # It searches, and so needs this module.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from penstock.errors import ScheduleError
 from penstock.solver.problem import Problem
@@ -15,9 +16,15 @@ def nothing_fits(problems: Sequence[Problem]) -> ScheduleError:
     assert rank is not None
     cap, needed = in_full(problem.caps[rank]), in_full(problem.smallest_caps[rank])
     least = max(problem.smallest_caps)
-    dropped = max(replace(problem, may_recompute=True).smallest_caps)
-    is_known = knows_dropping(problem.costs)
-    hint = f" With recompute=True, {in_full(dropped)} is enough." * (is_known and dropped < least)
+    with_drops = (
+        max(replace(one, may_recompute=True).smallest_caps)
+        for one in problems
+        if knows_dropping(one.costs)
+    )
+    dropped = min(with_drops, default=inf)
+    hint = (
+        f" If forwards may be recomputed, {in_full(dropped)} is enough." if dropped < least else ""
+    )
     return ScheduleError(
         f"Nothing fits: rank {rank} may hold {cap}, but one microbatch on its stages "
         f"{list(problem.stages_of[rank])} needs {needed}. The smallest "

@@ -240,8 +240,8 @@ def _lengths_or_none(name: str, text: str) -> list[int] | None:
     parts = [part.strip() for part in text.split(",")] if text else []
     if len(parts) > most or not all(part.isdecimal() and len(part) <= 9 for part in parts):
         raise OptionError(
-            f"{_quote(name, text)} Expected the tokens of each microbatch, separated by commas: "
-            f"512,2048,1024 (at most {most})."
+            f"{_quote(name, text)} Expected the tokens of each microbatch, separated by commas, as "
+            f"in 512,2048,1024: below 1e9, and for at most {most} microbatches."
         )
     return to_counts(name, text) if parts else None
 

@@ -582,8 +582,8 @@ FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
 
-FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
-"""The logger that repeats such an error over many lines. Public: none."""
+SHAPE_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+"""The loggers that repeat such an error over many lines. Public: none."""
 
 # The autograd Function of checkpoints with use_reentrant=True. Public: none.
 CheckpointFunction = torch.utils.checkpoint.CheckpointFunction

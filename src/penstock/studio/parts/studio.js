@@ -70,6 +70,7 @@ class Round {
     const answer = isHopeless ? null : await this.ask("table");
     dim(COMPARED, !answer);
     if (!answer) return false;
+    for (const id of ["bound", "tried", "advice"]) byId(id).replaceChildren(); // Of old fields.
     table.begin(form.get("clock"));
     for await (const line of this.lines(answer.body)) {
       if (line.problems) this.complain(line.problems);
