@@ -10,6 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import penstock
+from fuzzing import rotated
 from penstock.training.gpt import Gpt
 from penstock.training.gpt_sizes import GptConfig
 from penstock.training.token_loss import next_token_loss
@@ -60,8 +61,7 @@ def peak_of_step(group: dist.ProcessGroup, name: str) -> tuple[int, int]:
     return peak, sum(value.nbytes for value in kept)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "ZB-V"])
+@rotated(name=["1F1B", "ZB-H1", "ZB-V"], num_ranks=[2, 4])
 def test_peaks_of_real_ranks_are_foreseen(name: str, num_ranks: int, pool: WorkerPool) -> None:
     model: nn.Module = Gpt(CONFIG)
     dry = penstock.dry_run(
