@@ -519,7 +519,7 @@ MUTANTS = [
     ),
     (
         "runtime/auto/next_schedule.py",
-        "    tables = [costs, typical] if seen.steps else [costs]",
+        "    tables = [costs, typical] if seen.differing else [costs]",
         "    tables = [costs]",
         AUTO,
     ),

@@ -230,8 +230,8 @@ MUTANTS = [
     ),
     (
         "solver/problem.py",
-        "place = pending[stage].popleft() if",
-        "place = pending[stage].pop() if",
+        "return waiting.pop(0)",
+        "return waiting.pop()",
         PROBLEM,
     ),
     (
