@@ -71,13 +71,7 @@ def dry_run(
     >>> found.ranks[0].stages, found.ranks[0].sent[4].num_messages
     ((3,), 32)
     """
-    if memory is not None and not (isinstance(memory, Real) and memory > 0):  # Or nan.
-        raise StageError(f"memory is {memory!r}. Expected a number of bytes above 0.")
-    if not callable(optimizer):
-        raise StageError(
-            f"optimizer is {optimizer!r}. Expected what makes one, given parameters, such as "
-            "torch.optim.AdamW."
-        )
+    _check_given(memory, optimizer)
     batch = ExampleBatch.of(example, example_kwargs, example_target)
     loss = loss_as_given(loss_fn)
     if loss is None:
@@ -119,6 +113,16 @@ def dry_run(
         num_messages=sum(map(len, pipeline.sent.values())),
         message_bytes=_bytes_of_all(pipeline),
     )
+
+
+def _check_given(memory: float | None, optimizer: MakeOptimizer) -> None:
+    if memory is not None and not (isinstance(memory, Real) and memory > 0):  # Or nan.
+        raise StageError(f"memory is {memory!r}. Expected a number of bytes above 0.")
+    if not callable(optimizer):
+        raise StageError(
+            f"optimizer is {optimizer!r}. Expected what makes one, given parameters, such as "
+            "torch.optim.AdamW."
+        )
 
 
 def _cut(

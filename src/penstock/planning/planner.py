@@ -102,12 +102,7 @@ def plan(
             _refuse(name, value, "It is for a model, but costs were given.")
         source = _read_costs(what, batch, mb_size, request)
     wanted = None if microbatches is None else to_counts("microbatches", microbatches)
-    if lengths is not None and request.overhead > 0:
-        raise CostError(
-            f"overhead is {overhead:g}, but lengths are given, which scale the whole time of an "
-            "action. Leave one of them out."
-        )
-    source, wanted = _with_lengths(source, lengths, work, wanted, request.memory)
+    source, wanted = _with_lengths(source, lengths, work, wanted, request)
     return _gather(source, wanted, request).plan(limits)
 
 
@@ -157,14 +152,19 @@ def _with_lengths(
     lengths: Lengths | None,
     work: Work | None,
     wanted: list[int] | None,
-    memory: float,
+    request: Request,
 ) -> tuple[AbstractSource, list[int] | None]:
     """Return the source and the number of microbatches for these lengths, if they are given."""
     if lengths is None:
         if work is not None:
             raise CostError(f"work is {work!r}, but there are no lengths. Give lengths too.")
         return source, wanted
-    sized = SizedSource(source, lengths, Work() if work is None else work, memory)
+    if request.overhead > 0:
+        raise CostError(
+            f"overhead is {request.overhead:g}, but lengths are given, which scale the whole time "
+            "of an action. Leave one of them out."
+        )
+    sized = SizedSource(source, lengths, Work() if work is None else work, request.memory)
     count = sized.num_microbatches
     if wanted not in (None, [count]):
         raise CostError(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from statistics import fmean
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from penstock.costs import CostTable
 from penstock.ir import (
@@ -231,6 +231,11 @@ class Problem:
             sequence=tuple([self.sequence[place] for place in places]),
             offsets=self._offsets(self.sequence[places[0]]),
         )
+
+    @property
+    def arrangement(self) -> dict[str, Any]:
+        """The orders of microbatches, by field: of all actions, of backwards, and of W."""
+        return {"sequence": self.sequence, "turns": self.turns, "weights": self.weights}
 
     def name_all(self, order: Order) -> Order:
         """Return the order with codes that name microbatches; the same one if they are alike."""

@@ -152,9 +152,8 @@ class _Candidate:
 
     def is_same(self, other: "_Candidate") -> bool:
         """Return whether these are the same orders of the same sequence."""
-        own, theirs = self.problem, other.problem
-        ran = own.sequence, own.turns, own.weights, self.orders
-        return ran == (theirs.sequence, theirs.turns, theirs.weights, other.orders)
+        is_same = self.problem.arrangement == other.problem.arrangement
+        return is_same and self.orders == other.orders
 
 
 class _Search:
@@ -385,13 +384,7 @@ class _Search:
     def _widen(self, problem: Problem) -> Problem:
         """Return the problem with recomputation, if that is asked for, in the same sequence."""
         widest = self._widest.get(problem.placement, problem)
-        return replace(
-            widest,
-            sequence=problem.sequence,
-            turns=problem.turns,
-            weights=problem.weights,
-            offsets=problem.offsets,
-        )
+        return replace(widest, **problem.arrangement, offsets=problem.offsets)
 
     def _amount(self, usual: float, fewest: int, most: int) -> int:
         """Return how many to try: `usual` within its limits, times the effort."""
