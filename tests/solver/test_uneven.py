@@ -11,15 +11,17 @@ from problems import random_problem
 from fuzzing import IS_LONG
 from penstock import CostTable, Placement, search, simulate
 from penstock.errors import CostError
+from penstock.ir import Action, BackwardInput, BackwardWeight
 from penstock.solver import Problem, lower_bound
-from penstock.solver.annealing import anneal, forwards_in_time
+from penstock.solver.annealing import anneal
 from penstock.solver.dispatch_policies import grid
 from penstock.solver.dispatching import dispatch
 from penstock.solver.evaluation import evaluate, fits, is_in_time, peak_memory
 from penstock.solver.exact import solve
-from penstock.solver.problem import FORWARD
+from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT
 from penstock.solver.registered_schedules import registered
 from penstock.solver.sequences import begin_with, with_sequence
+from penstock.solver.uneven_moves import forwards_in_time, move_with_microbatch
 
 WORST_ALLOWED = 0.02
 
@@ -65,7 +67,7 @@ def test_forwards_come_in_time_for_backwards_in_another_order(seed: int) -> None
     problem = random_problem(seed, num_microbatches=(3, 6), differs=True)
     turns = list(range(problem.num_microbatches))
     Random(seed).shuffle(turns)
-    turned = replace(problem, turns=tuple(turns))
+    turned = replace(problem, backwards=(tuple(turns),) * problem.num_stages)
     for order in dispatch(problem, next(iter(grid(problem)))):
         moved = forwards_in_time(turned, order)
         assert is_in_time(turned.num_stages, moved, turned.places_of(moved))
@@ -74,6 +76,72 @@ def test_forwards_come_in_time_for_backwards_in_another_order(seed: int) -> None
         assert others[0] == others[1]
         assert moved == forwards_in_time(turned, moved)
         assert order == forwards_in_time(problem, order)
+
+
+def orders_of_their_own(problem: Problem, random: Random) -> Problem:
+    places = range(problem.num_microbatches)
+    forwards, backwards, weights = (
+        tuple(tuple(random.sample(places, len(places))) for _ in range(problem.num_stages))
+        for _ in range(3)
+    )
+    return replace(problem, forwards=forwards, backwards=backwards, weights=weights)
+
+
+@pytest.mark.fuzz
+def test_stages_with_orders_of_their_own_take_what_the_simulator_says() -> None:
+    """By span, a rank may begin with another microbatch than the first of the sequence."""
+    for seed in range(500 if IS_LONG else 30):
+        problem = orders_of_their_own(random_problem(seed, differs=True), Random(seed))
+        orders = [
+            [
+                4 * stage + kind
+                for kind, way in ((FORWARD, 1), (INPUT, -1), (WEIGHT, 1))
+                for stage in stages[::way]
+                for _ in range(problem.num_microbatches)
+            ]
+            for stages in problem.stages_of
+        ]
+        report = simulate(problem.schedule(orders), problem.costs)
+        if not problem.has_queues:
+            assert evaluate(problem, orders).time == pytest.approx(problem.time_of(report)), seed
+        for rank, order in enumerate(orders):
+            peak = peak_memory(problem, order)
+            assert report.ranks[rank].peak_memory == pytest.approx(peak), seed
+
+
+def is_in_turn(named: list[Action]) -> bool:
+    """Whether each W is after the I of its microbatch."""
+    done = {(one.stage, one.mb): n for n, one in enumerate(named) if isinstance(one, BackwardInput)}
+    return all(
+        done[one.stage, one.mb] < n
+        for n, one in enumerate(named)
+        if isinstance(one, BackwardWeight)
+    )
+
+
+@pytest.mark.fuzz
+def test_action_moves_past_others_with_its_microbatch() -> None:
+    """It moves as in a list of actions that name their microbatches; W may follow their I."""
+    num_passed = 0
+    for seed in range(300 if IS_LONG else 40):
+        problem, random = random_problem(seed, fuses=seed % 2 == 0, differs=True), Random(seed)
+        orders = dispatch(problem, random.choice(list(grid(problem))))
+        for _ in range(20):
+            rank = random.randrange(problem.num_ranks)
+            index, target = (random.randrange(len(orders[rank])) for _ in range(2))
+            named = list(problem.schedule(orders).orders[rank])
+            named.insert(target, named.pop(index))
+            changed, moved = move_with_microbatch(problem, orders[rank], index, target)
+            if not fits(changed, rank, moved) or not is_in_turn(named):
+                continue
+            num_passed += changed.arrangement != problem.arrangement
+            follow = orders[rank][index] & 3 in (INPUT, FULL)
+            problem, orders[rank] = changed, moved
+            found = problem.schedule(orders).orders[rank]
+            pairs = zip(named, found, strict=True)
+            differ = [one for one in pairs if one[0] != one[1]]
+            assert all(follow and isinstance(one, BackwardWeight) for one, _ in differ), seed
+    assert num_passed > 20
 
 
 @pytest.mark.fuzz

@@ -102,17 +102,17 @@ MUTANTS = [
     # Times and memory of orders.
     (
         "solver/evaluation.py",
-        "gradients[stage - 1].append(now + delays[stage - 1])",
-        "gradients[stage - 1].append(now)",
+        "gradients[stage - 1][place] = now + delays[stage - 1]",
+        "gradients[stage - 1][place] = now",
         EVALUATE,
     ),
     (
         "solver/evaluation.py",
-        "activations[stage + 1].append(now + delays[stage])",
-        "activations[stage + 1].append(now)",
+        "activations[stage + 1][place] = now + delays[stage]",
+        "activations[stage + 1][place] = now",
         EVALUATE,
     ),
-    ("solver/evaluation.py", "cause.append(sources[index])", "cause.append(None)", EVALUATE),
+    ("solver/evaluation.py", "cause.append(source)", "cause.append(None)", EVALUATE),
     (
         "solver/evaluation.py",
         "        if held + rise > most:\n            most = held + rise\n",
@@ -126,7 +126,19 @@ MUTANTS = [
         "",
         EVALUATE,
     ),
-    ("solver/evaluation.py", "end - offset for", "end for", EVALUATE),
+    ("solver/evaluation.py", "end - start for", "end for", EVALUATE),
+    (
+        "solver/evaluation.py",
+        "starts[rank] = activations[stage][forward_places[stage][0]]",
+        "pass",
+        UNEVEN,
+    ),
+    (
+        "solver/evaluation.py",
+        "elif kind != WEIGHT and place not in forwards[code >> 2]:",
+        "elif False:",
+        UNEVEN,
+    ),
     # Ranks that choose.
     (
         "solver/dispatching.py",
@@ -177,6 +189,24 @@ MUTANTS = [
         ANNEAL,
     ),
     ("solver/annealing.py", "if best_time <= goal:", "if best_time < goal:", ANNEAL),
+    (
+        "solver/annealing.py",
+        "return (changed, moved) if fits(changed, rank, moved) else None",
+        "return changed, moved",
+        UNEVEN,
+    ),
+    (
+        "solver/uneven_moves.py",
+        "row.insert(turn + passed if target > index else turn - passed, row.pop(turn))",
+        "row.insert(0, row.pop(turn))",
+        UNEVEN,
+    ),
+    (
+        "solver/uneven_moves.py",
+        "turns[place] = turn",
+        "turns[turn] = place",
+        UNEVEN,
+    ),
     # The search.
     ("solver/searching.py", "if problem.find_shortage() is None]", "]"),
     ("solver/searching.py", "finalists = list(self._registered)", "finalists = []"),
@@ -350,7 +380,7 @@ MUTANTS = [
     # Forwards that are recomputed.
     (
         "solver/recomputed_orders.py",
-        "if place >= forwards[stage]:  #",
+        "if place not in done[stage]:  #",
         "if False:  #",
         f"{DROPS} out_of_place",
     ),

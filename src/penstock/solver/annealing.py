@@ -7,9 +7,8 @@ the last one of its block or before the first, or moves the last one earlier. If
 enough memory, a weight backward is also moved earlier to free some, or a microbatch is recomputed
 where that is allowed. A recomputation may also be removed or moved far: see `recomputing_moves`.
 
-If microbatches differ, some moves change their sequence instead, or only that of their backwards,
-or of the weight backwards on one stage: two trade places, or one moves to another place. Forwards
-that come too late then move along.
+If microbatches differ, some moves change their order instead, or that on one stage along with an
+action: see `uneven_moves`.
 """
 
 import random
@@ -20,8 +19,9 @@ from typing import NamedTuple
 
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver.evaluation import critical_blocks, evaluate, fits, peak_memory
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Order, Problem
+from penstock.solver.problem import FULL, INPUT, WEIGHT, Order, Problem
 from penstock.solver.recomputing_moves import change_drop, drop_some, shift_chain
+from penstock.solver.uneven_moves import forwards_in_time, move_with_microbatch, rearrange
 
 _FARTHEST = 4  # The farthest that a random move takes an action, in places.
 _SHARE_OF_DROPS = 0.15  # Of moves remove recomputations, where forwards may be recomputed.
@@ -30,9 +30,8 @@ _SHARE_ANYWHERE = 0.2  # of moves that are not on the critical path,
 _SHARE_OF_GROUPS = 0.3  # of moves that take several actions along,
 _SHARE_OF_CHAINS = 0.2  # and of moves on several ranks.
 _SHARE_WITHIN_CAPS = 0.5  # Of moves keep within the caps, if others may exceed them.
-_SHARE_OF_SEQUENCES = 0.45  # Of moves change the sequence of microbatches, if they differ.
-_SHARE_OF_FORWARDS = 0.5  # Of these change it in all actions,
-_SHARE_OF_WEIGHTS = 0.25  # and of these only among the W of one stage; others in backwards.
+_SHARE_OF_SEQUENCES = 0.2  # Of moves change the sequence of microbatches, if they differ.
+_SHARE_OF_NAMED = 0.5  # Of other moves take the microbatch of an action along.
 
 
 class Walk(NamedTuple):
@@ -85,12 +84,17 @@ def anneal(
         before, before_it = current.copy(), problem
         allowed = limits.widen(generator, problem)
         if problem.sequence and generator.random() < _SHARE_OF_SEQUENCES:
-            allowed = _rearranged(generator, allowed)
+            allowed = rearrange(generator, allowed)
             current = [forwards_in_time(allowed, order) for order in current]
             if not all(fits(allowed, holder, order) for holder, order in enumerate(current)):
                 current = before
                 continue
             problem = replace(allowed, caps=problem.caps)
+        elif problem.sequence and generator.random() < _SHARE_OF_NAMED:
+            named = _move_named(generator, allowed, rank, current[rank], first, last)
+            if named is None:
+                continue
+            problem, current[rank] = replace(named[0], caps=problem.caps), named[1]
         elif problem.may_recompute and generator.random() < _SHARE_OF_CHAINS:
             shifted = shift_chain(generator, allowed, current)
             if shifted is None:
@@ -140,53 +144,19 @@ class _Leeway:
         return excess * self._time * (0.5 + 2 * progress)
 
 
-def _rearranged(generator: random.Random, problem: Problem) -> Problem:
-    """Return the problem with one change in the sequence of all, of backwards, or of some W."""
-    places = _places(generator, problem.num_microbatches)
-    what = generator.random()
-    if what < _SHARE_OF_FORWARDS:
-        return problem.rearranged(places)
-    if what < _SHARE_OF_FORWARDS + _SHARE_OF_WEIGHTS:
-        stage = generator.randrange(problem.num_stages)
-        usual = tuple(range(problem.num_microbatches))
-        weights = list(problem.weights or (usual,) * problem.num_stages)
-        weights[stage] = tuple([weights[stage][place] for place in places])
-        return replace(problem, weights=tuple(weights))
-    turns = problem.turns or range(problem.num_microbatches)
-    return replace(problem, turns=tuple([turns[place] for place in places]))
-
-
-def forwards_in_time(problem: Problem, order: Order) -> Order:
-    """Return the order with forwards moved earlier, as far as the order of backwards needs it."""
-    if problem.may_recompute or not problem.turns:
-        return order
-    forwards, moved = [0] * problem.num_stages, [0] * problem.num_stages
-    found: Order = []
-    for code, place in zip(order, problem.places_of(order), strict=True):
-        stage, kind = code >> 2, code & 3
-        if kind in (INPUT, FULL):
-            missing = max(0, place + 1 - forwards[stage])
-            found += [4 * stage + FORWARD] * missing
-            forwards[stage] += missing
-            moved[stage] += missing
-        elif kind == FORWARD and moved[stage]:
-            moved[stage] -= 1
-            continue
-        elif kind == FORWARD:
-            forwards[stage] += 1
-        found.append(code)
-    return found
-
-
-def _places(generator: random.Random, count: int) -> list[int]:
-    """Return the places of a sequence with one change: two trade places, or one moves."""
-    places = list(range(count))
-    first, second = generator.randrange(count), generator.randrange(count)
-    if generator.random() < 0.5:
-        places[first], places[second] = places[second], places[first]
-    else:
-        places.insert(second, places.pop(first))
-    return places
+def _move_named(
+    generator: random.Random, problem: Problem, rank: int, order: Order, first: int, last: int
+) -> tuple[Problem, Order] | None:
+    """Move an action of a block with its microbatch; None if that is impossible."""
+    index = generator.randint(first, last)
+    target = min(_choose_target(generator, index, first, last), len(order) - 1)
+    if target == index or problem.recomputes(order[index]):
+        return None
+    changed, moved = move_with_microbatch(problem, order, index, target)
+    if fits(changed, rank, moved):
+        return changed, moved
+    _make_room(generator, changed, moved, min(index, target))
+    return (changed, moved) if fits(changed, rank, moved) else None
 
 
 def _move(

@@ -8,6 +8,7 @@ from penstock.passes.held_memory import ROUNDING
 from penstock.solver.problem import FORWARD, INPUT, WEIGHT, Order, Problem
 from penstock.solver.recomputed_orders import peak_with_drops
 
+_NOT_SENT = -1.0
 _SHARE_OF_OTHERS = 0.02  # Guides the search while the latest rank's time stays the same.
 
 # A position in the orders: rank and index.
@@ -15,7 +16,7 @@ Place: TypeAlias = tuple[int, int]
 
 
 class Evaluation(NamedTuple):
-    """The ends of the ranks minus their offsets; infinite if the orders deadlock."""
+    """The ends of the ranks minus when they start, by the clock; infinite if orders deadlock."""
 
     lateness: list[float]
     causes: list[list[Place | None]]
@@ -41,17 +42,15 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
     kinds, stages, durations, _ = problem.named
     delays = problem.delays
     orders = [problem.name_all(order) for order in orders]
-    last = num_stages - 1
-    # By stage, for each microbatch that has arrived so far: when, and from which action.
-    activations: list[list[float]] = [[] for _ in range(num_stages)]
-    gradients: list[list[float]] = [[] for _ in range(num_stages)]
-    activations_from: list[list[Place | None]] = [[] for _ in range(num_stages)]
-    gradients_from: list[list[Place | None]] = [[] for _ in range(num_stages)]
-    activations[0] = [0.0] * problem.num_microbatches
-    activations_from[0] = [None] * problem.num_microbatches
+    last, places = num_stages - 1, range(problem.num_microbatches)
+    # By stage and place in the sequence: when what the action waits for arrives, and from where.
+    activations = [[_NOT_SENT for _ in places] for _ in range(num_stages)]
+    gradients = [[_NOT_SENT for _ in places] for _ in range(num_stages)]
+    activations_from: list[list[Place | None]] = [[None for _ in places] for _ in range(num_stages)]
+    gradients_from: list[list[Place | None]] = [[None for _ in places] for _ in range(num_stages)]
+    activations[0] = [0.0 for _ in places]
+    forward_places, backward_places = problem.forward_places, problem.backward_places
     forwards, backwards = [0] * num_stages, [0] * num_stages
-    turns = problem.turns
-    turned: dict[int, tuple[float, Place]] = {}  # The ends of F on the last stage, if they turn.
     causes: list[list[Place | None]] = [[] for _ in range(num_ranks)]
     free = [0.0] * num_ranks
     left = sum(map(len, orders))
@@ -70,48 +69,44 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
                     continue
                 stage = stages[code]
                 if kind == FORWARD:
-                    index = forwards[stage]
-                    arrivals, sources = activations[stage], activations_from[stage]
+                    place = forward_places[stage][forwards[stage]]
+                    arrival, source = activations[stage][place], activations_from[stage][place]
                 else:
-                    index = backwards[stage]
-                    arrivals, sources = gradients[stage], gradients_from[stage]
-                if index >= len(arrivals):
+                    place = backward_places[stage][backwards[stage]]
+                    arrival, source = gradients[stage][place], gradients_from[stage][place]
+                if arrival == _NOT_SENT:
                     break
-                arrival = arrivals[index]
                 if arrival > now:
                     now = arrival
-                    cause.append(sources[index])
+                    cause.append(source)
                 else:
                     cause.append(None)
                 now += durations[code]
                 if kind == FORWARD:
-                    forwards[stage] = index + 1
+                    forwards[stage] += 1
                     if stage < last:
-                        activations[stage + 1].append(now + delays[stage])
-                        activations_from[stage + 1].append((rank, position))
-                    elif turns:
-                        turned[index] = now, (rank, position)
-                        while len(gradients[last]) < len(turns) and (
-                            found := turned.get(turns[len(gradients[last])])
-                        ):
-                            gradients[last].append(found[0])
-                            gradients_from[last].append(found[1])
+                        activations[stage + 1][place] = now + delays[stage]
+                        activations_from[stage + 1][place] = rank, position
                     else:
-                        gradients[stage].append(now)
-                        gradients_from[stage].append((rank, position))
+                        gradients[stage][place] = now
+                        gradients_from[stage][place] = rank, position
                 else:
-                    backwards[stage] = index + 1
+                    backwards[stage] += 1
                     if stage:
-                        gradients[stage - 1].append(now + delays[stage - 1])
-                        gradients_from[stage - 1].append((rank, position))
+                        gradients[stage - 1][place] = now + delays[stage - 1]
+                        gradients_from[stage - 1][place] = rank, position
             free[rank] = now
             left -= len(cause) - first
         if left == before:
             return Evaluation([inf] * num_ranks, causes)
         sweep = sweep[::-1]  # Activations go one way, gradients the other.
-    return Evaluation(
-        [end - offset for end, offset in zip(free, problem.offsets, strict=True)], causes
-    )
+    starts = list(problem.offsets)
+    if problem.forwards and problem.clock == "span":
+        # The first microbatch of a rank need not be the first of all.
+        for rank, stages_of_rank in enumerate(problem.stages_of):
+            stage = stages_of_rank[0]
+            starts[rank] = activations[stage][forward_places[stage][0]]
+    return Evaluation([end - start for end, start in zip(free, starts, strict=True)], causes)
 
 
 def critical_blocks(timing: Evaluation) -> list[tuple[int, int, int]]:
@@ -146,7 +141,8 @@ def peak_memory(problem: Problem, order: Order) -> float:
         return peak_with_drops(problem, order)
     if problem.sequence:
         places = problem.places_of(order)
-        if problem.turns and not is_in_time(problem.num_stages, order, places):
+        has_exceptions = problem.forwards or problem.backwards
+        if has_exceptions and not is_in_time(problem.num_stages, order, places):
             return inf
         order = problem.name_at(order, places)
     kinds, stages, _, changes = problem.named
@@ -174,12 +170,12 @@ def peak_memory(problem: Problem, order: Order) -> float:
 
 
 def is_in_time(num_stages: int, order: Order, places: Sequence[int]) -> bool:
-    """Return whether each I or B is after its F, if backwards have an order of their own."""
-    forwards = [0] * num_stages
+    """Return whether each I or B is after its F, if stages have orders of their own."""
+    forwards: list[set[int]] = [set() for _ in range(num_stages)]
     for code, place in zip(order, places, strict=True):
         kind = code & 3
         if kind == FORWARD:
-            forwards[code >> 2] += 1
-        elif kind != WEIGHT and place >= forwards[code >> 2]:
+            forwards[code >> 2].add(place)
+        elif kind != WEIGHT and place not in forwards[code >> 2]:
             return False
     return True

@@ -8,9 +8,8 @@ in order on every stage, in F, in I and in W, and only such schedules are search
 
 An order then does not need to name microbatches: it is a list of codes, 4 * stage + kind.
 
-If microbatches differ, they run in one sequence on every stage in F, and in one in I and W, and the
-problem says which. The search chooses both too. A best schedule may have another order on
-some stage, so what is found is then not always the best; the exact solver allows every order.
+If microbatches differ, the problem says in which sequence they run, and on which stages F, I or W
+have another order. The search chooses these too: first one sequence for all, then exceptions.
 
 If forwards may be recomputed, the order of microbatches on a stage can matter too: of two of them,
 only one may have dropped its values. Only schedules with microbatches in order are searched all the
@@ -145,12 +144,15 @@ class Problem:
     """The time subtracted from each rank's end: when it can first start, by span; 0, by makespan.
 
     Both clocks measure the largest end minus offset: a rank's first action is the forward of the
-    first microbatch, which starts as early as possible.
+    first microbatch, which starts as early as possible. If `forwards` has another first one, its
+    start counts instead.
     """
     sequence: tuple[int, ...] = ()
-    """The microbatches as their F run, if they differ; empty if all are alike."""
-    turns: tuple[int, ...] = ()
-    """The order of backwards, as places in `sequence`; empty if it is the same."""
+    """The microbatches in the order in which they run, if they differ; empty if all are alike."""
+    forwards: tuple[tuple[int, ...], ...] = ()
+    """By stage: the order of its F, as places in `sequence`; empty if all are in its order."""
+    backwards: tuple[tuple[int, ...], ...] = ()
+    """The same for I and B."""
     weights: tuple[tuple[int, ...], ...] = ()
     """By stage and place in `sequence`: the turn of W among those that wait; empty if as the I."""
     may_recompute: bool = False
@@ -234,8 +236,23 @@ class Problem:
 
     @property
     def arrangement(self) -> dict[str, Any]:
-        """The orders of microbatches, by field: of all actions, of backwards, and of W."""
-        return {"sequence": self.sequence, "turns": self.turns, "weights": self.weights}
+        """The orders of microbatches, by field: of all actions; of F, I and W by stage."""
+        names = ("sequence", "forwards", "backwards", "weights")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def forward_places(self) -> Sequence[Sequence[int]]:
+        """By stage: the places in the sequence as its F run."""
+        return self.forwards or self._usual_places
+
+    @property
+    def backward_places(self) -> Sequence[Sequence[int]]:
+        """By stage: the places in the sequence as its I or B run."""
+        return self.backwards or self._usual_places
+
+    @property
+    def _usual_places(self) -> Sequence[Sequence[int]]:
+        return (range(self.num_microbatches),) * len(self.placement.ranks)
 
     def name_all(self, order: Order) -> Order:
         """Return the order with codes that name microbatches; the same one if they are alike."""
@@ -270,11 +287,12 @@ class Problem:
     def places_of(self, order: Order) -> list[int]:
         """Return the place in the sequence of the microbatch of each action.
 
-        The n-th F is of the n-th microbatch, and so is the n-th I or B, unless `turns` has another
-        order; W are in the order of the I, or of `weights`. A W before its I, which cannot run, has
-        the first place.
+        The n-th F is of the n-th microbatch, and so is the n-th I or B, unless `forwards` or
+        `backwards` have another order; W are in the order of the I, or of `weights`. A W before its
+        I, which cannot run, has the first place.
         """
-        turns, weights, num_stages = self.turns, self.weights, len(self.placement.ranks)
+        weights, num_stages = self.weights, len(self.placement.ranks)
+        forward_places, backward_places = self.forward_places, self.backward_places
         first_recomputation = 4 * num_stages
         forwards, backwards = [0] * num_stages, [0] * num_stages
         pending: list[list[int]] = [[] for _ in range(num_stages)]
@@ -284,16 +302,14 @@ class Problem:
             if code >= first_recomputation:
                 place = stage // num_stages - 1
             elif kind == FORWARD:
-                place = forwards[stage]
+                place = forward_places[stage][forwards[stage]]
                 forwards[stage] += 1
             elif kind == WEIGHT:
                 waiting = pending[stage]
                 place = take_waiting(waiting, weights[stage] if weights else ()) if waiting else 0
             else:
-                place = backwards[stage]
+                place = backward_places[stage][backwards[stage]]
                 backwards[stage] += 1
-                if turns:
-                    place = turns[place]
                 if kind == INPUT:
                     pending[stage].append(place)
             places.append(place)

@@ -31,7 +31,8 @@ def _held_along(problem: Problem, order: Order) -> Iterator[float]:
     """Yield the most that is held during each action; infinite where its place is wrong."""
     num_stages, changes = problem.num_stages, problem.changes
     first, sizes = 4 * num_stages, problem.sizes
-    turns = problem.turns or range(problem.num_microbatches)
+    forward_places, backward_places = problem.forward_places, problem.backward_places
+    done: list[set[int]] = [set() for _ in range(num_stages)]
     waiting = {code for code in order if code >= first}  # The R that have not run.
     forwards, backwards = [0] * num_stages, [0] * num_stages
     pending: list[list[int]] = [[] for _ in range(num_stages)]  # Those whose W waits.
@@ -40,14 +41,15 @@ def _held_along(problem: Problem, order: Order) -> Iterator[float]:
         stage, kind = code >> 2, code & 3
         if code >= first:
             stage, place = problem.recomputed(code)
-            if place >= forwards[stage]:  # If it is after its backward, that is refused.
+            if place not in done[stage]:  # If it is after its backward, that is refused.
                 yield inf
             waiting.discard(code)
             rise, net = problem.recomputing[stage]
         elif kind == FORWARD:
-            place = forwards[stage]
+            place = forward_places[stage][forwards[stage]]
             is_dropped = first * (place + 1) + 4 * stage + WEIGHT in waiting
             forwards[stage] += 1
+            done[stage].add(place)
             rise, net = problem.dropping[stage] if is_dropped else changes[code]
         elif kind == WEIGHT:
             if not pending[stage]:
@@ -56,8 +58,8 @@ def _held_along(problem: Problem, order: Order) -> Iterator[float]:
             place = take_waiting(pending[stage], weights) if pending[stage] else 0
             rise, net = changes[code]
         else:
-            place = turns[backwards[stage]]
-            if place >= forwards[stage] or first * (place + 1) + 4 * stage + WEIGHT in waiting:
+            place = backward_places[stage][backwards[stage]]
+            if place not in done[stage] or first * (place + 1) + 4 * stage + WEIGHT in waiting:
                 yield inf
             backwards[stage] += 1
             if kind == INPUT:
@@ -70,13 +72,14 @@ def _held_along(problem: Problem, order: Order) -> Iterator[float]:
 
 def drop_all(problem: Problem, order: Order) -> Order:
     """Return the order with R right before each backward."""
-    turns = problem.turns or range(problem.num_microbatches)
     backwards = [0] * problem.num_stages
     found = []
     for code in order:
         if code & 3 in (INPUT, FULL):
             stage = code >> 2
-            found.append(problem.recomputation(stage, turns[backwards[stage]]))
+            found.append(
+                problem.recomputation(stage, problem.backward_places[stage][backwards[stage]])
+            )
             backwards[stage] += 1
         found.append(code)
     return found
@@ -119,20 +122,18 @@ def _backward(one: InFlight) -> int:
 def _kept_at(problem: Problem, order: Order, position: int) -> list[InFlight]:
     """Return the microbatches in flight at a position that could be dropped and are not."""
     num_stages = problem.num_stages
-    turns = problem.turns or range(problem.num_microbatches)
     dropped = {code for code in order if problem.recomputes(code)}
-    forwards, backwards = [0] * num_stages, [0] * num_stages
+    begun: list[set[int]] = [set() for _ in range(num_stages)]
     found = []
-    for index, code in enumerate(order):
+    for index, (code, place) in enumerate(zip(order, problem.places_of(order), strict=True)):
         if problem.recomputes(code) or code & 3 == WEIGHT:
             continue
         stage = code >> 2
         if code & 3 == FORWARD:
-            forwards[stage] += index <= position
+            if index <= position:
+                begun[stage].add(place)
             continue
-        place = turns[backwards[stage]]
-        backwards[stage] += 1
-        is_in_flight = index > position and place < forwards[stage]
+        is_in_flight = index > position and place in begun[stage]
         is_in_flight &= problem.saves_by_dropping(stage)
         if is_in_flight and problem.recomputation(stage, place) not in dropped:
             found.append(InFlight(stage, place, index))

@@ -40,13 +40,14 @@ from penstock.solver.recomputing_dispatch import dispatch_with_drops
 from penstock.solver.registered_schedules import registered
 from penstock.solver.safe_schedules import least_memory
 from penstock.solver.search_result import SearchResult, Tried, best_of_each
-from penstock.solver.sequences import begin_with, with_sequence
+from penstock.solver.sequences import begin_with, change_places, with_sequence
 from penstock.solver.shortage import nothing_fits
 from penstock.timeline import Report
 
 _ENDINGS, _MOVED = "endings", "moves"
 _FAR_BEHIND = 1.05  # A placement this much slower than the best is dropped.
 _NUM_SEQUENCES = 2  # The number of best sequences for which policies vary, if microbatches differ.
+_SHARE_OF_SEQUENCES = 0.4  # Of the variations of a policy change the sequence instead.
 _NUM_STARTS = 4  # The number of best orders from which walks start.
 # The heats of the walks and of the last walks, as multiples of the mean time of an action.
 _HEATS, _LAST_HEATS = (0.2, 0.8, 2.4), (0.3, 0.1, 0.1)
@@ -213,8 +214,8 @@ class _Search:
             is_close = self._best_of(problem) <= best * _FAR_BEHIND
             if policy is not None and is_close and varied[_key(problem)] < _NUM_SEQUENCES:
                 varied[_key(problem)] += 1
-                self._try_nearby(problem, policy)
-                self._try_endings(problem)
+                nearby = self._try_nearby(problem, policy)
+                self._try_endings(nearby.problem)
         self._try_moves(may_recompute)
 
     def _try_registered(self, problem: Problem) -> None:
@@ -305,8 +306,8 @@ class _Search:
         self._note(min((found for found, _ in best.values()), key=_time), count)
         return min(best.values(), key=lambda pair: pair[0].cost)[1]
 
-    def _try_nearby(self, problem: Problem, policy: Policy) -> None:
-        """Vary the policy step by step, at first also to worse ones."""
+    def _try_nearby(self, problem: Problem, policy: Policy) -> _Candidate:
+        """Vary the policy and the sequence step by step, at first also to worse ones."""
         generator = random.Random(0)
         name = _named("policies by rank", problem)
         current = best = self._rate(name, problem, _dispatch(problem, policy))
@@ -317,19 +318,24 @@ class _Search:
         for number in range(limit):
             if self._is_over(problem):
                 break
-            changed = vary(generator, problem, policy)
-            if changed == policy:
+            changed, arranged = policy, problem
+            if problem.sequence and generator.random() < _SHARE_OF_SEQUENCES:
+                arranged = problem.rearranged(change_places(generator, len(problem.sequence)))
+            else:
+                changed = vary(generator, problem, policy)
+            if changed == policy and arranged.sequence == problem.sequence:
                 continue
             count += 1
-            candidate = self._rate(name, problem, _dispatch(problem, changed))
+            candidate = self._rate(name, arranged, _dispatch(arranged, changed))
             worse = candidate.cost - current.cost
             if worse <= 0 or generator.random() < exp(-worse / (warmth * (1 - number / limit))):
-                policy, current = changed, candidate
+                policy, problem, current = changed, arranged, candidate
             if candidate.time < best.time:
                 best = candidate
         self._best.append(best)
         if count:
             self._note(best, count)
+        return best
 
     def _own(self, may_recompute: bool) -> list[_Candidate]:
         """Return what walks of a kind may start from: all but the ends of other walks."""

@@ -1,5 +1,6 @@
 """Sequences of microbatches that differ: the ones to begin a search with."""
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -35,6 +36,19 @@ def _sequences(problem: Problem) -> Iterator[list[int]]:
     yield [*rising, *falling[::-1]]
     yield [*falling[::-1], *rising]
     yield [*falling, *rising[::-1]]
+
+
+def change_places(generator: random.Random, count: int, first: int = 0) -> list[int]:
+    """Return the places from `first` on with one change: two trade places, or one moves."""
+    places = list(range(first, count))
+    if not places:
+        return places
+    one, other = generator.randrange(len(places)), generator.randrange(len(places))
+    if generator.random() < 0.5:
+        places[one], places[other] = places[other], places[one]
+    else:
+        places.insert(other, places.pop(one))
+    return places
 
 
 def with_sequence(schedule: Schedule, sequence: Sequence[int]) -> Schedule:
