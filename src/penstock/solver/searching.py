@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import exp, inf
+from typing import TypeAlias
 
 from penstock.costs import CostTable
 from penstock.ir import Placement, Schedule
@@ -40,7 +41,7 @@ from penstock.solver.recomputing_dispatch import dispatch_with_drops
 from penstock.solver.registered_schedules import registered
 from penstock.solver.safe_schedules import least_memory
 from penstock.solver.search_result import SearchResult, Tried, best_of_each
-from penstock.solver.sequences import begin_with, change_places, with_sequence
+from penstock.solver.sequences import begin_with, change_places, more_sequences, with_sequence
 from penstock.solver.shortage import nothing_fits
 from penstock.timeline import Report
 
@@ -53,12 +54,16 @@ _NUM_STARTS = 4  # The number of best orders from which walks start.
 _HEATS, _LAST_HEATS = (0.2, 0.8, 2.4), (0.3, 0.1, 0.1)
 # By how much walks may exceed the caps on the way, in turn, where forwards may be recomputed.
 _LEEWAYS = (0.2, 0.4, 0.0)
+# If microbatches differ: how many walks, how warm, how long. Each begins where one before ended.
+_NUM_STARTS_IF_DIFFERENT = 24
+_ROUNDS_IF_DIFFERENT = ((_NUM_STARTS_IF_DIFFERENT, 0.1, 0.16), (12, 0.3, 0.6), (6, 0.5, 1.6))
 _LAST_LENGTH = 3  # The last walks are this many times as long.
 # The amounts to try with an effort of 1; they shrink as the number of actions grows:
 _GRID, _FEWEST_IN_GRID = 3e5, 72  # policies that all ranks share,
 _POLICIES, _FEWEST_POLICIES, _MOST_POLICIES = 2e5, 100, 2_000  # policies near the best of them,
 _MOVES, _FEWEST_MOVES, _MOST_MOVES = 1.7e8, 30, 12_000  # and moves of each walk.
 _MOST_MOVES_IF_DIFFERENT = 2_500  # If microbatches differ, orders are rarely proven to be best.
+_SEQUENCES, _FEWEST_SEQUENCES, _MOST_SEQUENCES = 5e4, 6, 200  # Policies on more sequences.
 
 
 def search(
@@ -157,6 +162,10 @@ class _Candidate:
         return is_same and self.orders == other.orders
 
 
+_Dispatched: TypeAlias = tuple[_Candidate, Policy]
+"""Orders, and the policy that made them."""
+
+
 class _Search:
     """The state of one search: what it has found so far, and when it must stop."""
 
@@ -173,6 +182,7 @@ class _Search:
         self._simulated: list[Ungathered] = []
         self._registered: list[tuple[Schedule, Report]] = []
         self._best: list[_Candidate] = []
+        self._num_walks = 0
         self._is_complete = True
 
     def run(self) -> SearchResult:
@@ -207,14 +217,15 @@ class _Search:
                 self._try_endings(problem)
         policies = [(problem, self._try_policies(problem)) for problem in problems]
         may_recompute = problems[0].may_recompute
+        self._try_sequences([pair for _, found in policies for pair in found])
         best = min((candidate.time for candidate in self._own(may_recompute)), default=inf)
         varied: Counter[tuple[Placement, bool]] = Counter()
-        for problem, policy in sorted(policies, key=lambda pair: self._best_of(pair[0])):
+        for problem, found in sorted(policies, key=lambda pair: self._best_of(pair[0])):
             # A placement that is much slower now will not be the best in the end.
             is_close = self._best_of(problem) <= best * _FAR_BEHIND
-            if policy is not None and is_close and varied[_key(problem)] < _NUM_SEQUENCES:
+            if found and is_close and varied[_key(problem)] < _NUM_SEQUENCES:
                 varied[_key(problem)] += 1
-                nearby = self._try_nearby(problem, policy)
+                nearby = self._try_nearby(problem, found[0][1])
                 self._try_endings(nearby.problem)
         self._try_moves(may_recompute)
 
@@ -280,9 +291,9 @@ class _Search:
             if fastest.time < best[0].time:
                 self._best.append(fastest)
 
-    def _try_policies(self, problem: Problem) -> Policy | None:
-        """Return the best policy of the grid; keep the best orders for each preference."""
-        best: dict[object, tuple[_Candidate, Policy]] = {}
+    def _try_policies(self, problem: Problem) -> list[_Dispatched]:
+        """Return the best policies of the grid, one for each preference; the best first."""
+        best: dict[object, _Dispatched] = {}
         count = 0
         num_actions = 3 * problem.num_stages * problem.num_microbatches
         policies = list(grid(problem))
@@ -301,10 +312,33 @@ class _Search:
             if is_proven:
                 break
         if not best:
-            return None
+            return []
         self._best += [found for found, _ in best.values()]  # There are few, and they differ.
         self._note(min((found for found, _ in best.values()), key=_time), count)
-        return min(best.values(), key=lambda pair: pair[0].cost)[1]
+        return sorted(best.values(), key=lambda pair: pair[0].cost)
+
+    def _try_sequences(self, tried: Sequence[_Dispatched]) -> None:
+        """Try the best policies on more sequences; keep the best orders for each."""
+        known = {(_key(one.problem), one.problem.sequence) for one, _ in tried}
+        by_cost = sorted(tried, key=lambda pair: pair[0].cost)
+        for key, problem in {_key(one.problem): one.problem for one, _ in by_cost[::-1]}.items():
+            policies = list({policy: None for one, policy in by_cost if _key(one.problem) == key})
+            num_actions = 3 * problem.num_stages * problem.num_microbatches
+            left = self._amount(_SEQUENCES / num_actions, _FEWEST_SEQUENCES, _MOST_SEQUENCES)
+            per_sequence = -(-left // _NUM_STARTS_IF_DIFFERENT)
+            for arranged in more_sequences(problem, _NUM_STARTS_IF_DIFFERENT):
+                if left <= 0 or self._is_over(problem):
+                    break
+                if (key, arranged.sequence) in known:
+                    continue
+                found = [
+                    self._rate(_named("policies", problem), arranged, _dispatch(arranged, policy))
+                    for policy in policies[:per_sequence]
+                ]
+                left -= len(found)
+                fastest = min(found, key=lambda one: one.cost)
+                self._best.append(fastest)
+                self._note(fastest, len(found))
 
     def _try_nearby(self, problem: Problem, policy: Policy) -> _Candidate:
         """Vary the policy and the sequence step by step, at first also to worse ones."""
@@ -347,29 +381,43 @@ class _Search:
 
     def _try_moves(self, may_recompute: bool) -> None:
         """Walk from several of the best orders, and finally from the best of all."""
+        own = sorted(self._own(may_recompute), key=lambda candidate: candidate.cost)
+        if own[0].problem.sequence:
+            self._try_many_walks(own, may_recompute)
+            return
         starts: list[_Candidate] = []
-        for candidate in sorted(self._own(may_recompute), key=lambda candidate: candidate.cost):
+        for candidate in own:
             # An ending is like the orders it was made for; the last walks begin with the best.
             is_new = candidate.name != _ENDINGS and not any(map(candidate.is_same, starts))
             if len(starts) < _NUM_STARTS and is_new:
                 starts.append(candidate)
-        walks: list[tuple[_Candidate | None, float, float]] = [
-            *((start, heat, 1.0) for heat in _HEATS for start in starts),
-            *((None, heat, _LAST_LENGTH) for heat in _LAST_HEATS),
-        ]
-        count = 0
-        for seed, (chosen, heat, length) in enumerate(walks):
-            start = chosen or min(self._own(may_recompute), key=_time)
-            problem = self._widen(start.problem) if may_recompute else start.problem
-            if not self._is_over(problem):
-                count += self._walk(problem, start, heat, length, seed)
-        if count:
-            self._note(replace(min(self._best, key=_time), name=_MOVED), count)
+        for heat in _HEATS:
+            for start in starts:
+                self._walk(start, heat, 1.0, may_recompute)
+        for heat in _LAST_HEATS:
+            best = min(self._own(may_recompute), key=_time)
+            self._walk(best, heat, _LAST_LENGTH, may_recompute)
+
+    def _try_many_walks(self, own: Sequence[_Candidate], may_recompute: bool) -> None:
+        """Walk a little from the best orders of each sequence, and on from those that get far.
+
+        A walk rarely leaves the region that it begins in, and which is the best is hard to foresee.
+        """
+        firsts: dict[object, _Candidate] = {}
+        for candidate in own:
+            firsts.setdefault((candidate.problem.placement, candidate.problem.sequence), candidate)
+        reached = list(firsts.values())
+        for count, heat, length in _ROUNDS_IF_DIFFERENT:
+            starts = sorted(reached, key=lambda candidate: candidate.cost)[:count]
+            reached = [self._walk(start, heat, length, may_recompute) for start in starts]
 
     def _walk(
-        self, problem: Problem, start: _Candidate, heat: float, length: float, seed: int
-    ) -> int:
-        """Keep the best orders of one walk; return how many orders it tried."""
+        self, start: _Candidate, heat: float, length: float, may_recompute: bool
+    ) -> _Candidate:
+        """Keep the best orders of one walk, and return them."""
+        problem = self._widen(start.problem) if may_recompute else start.problem
+        if self._is_over(problem):
+            return start
         # With fewer actions the walk is longer, because the best orders can be reached.
         usual = _MOVES / sum(map(len, start.orders)) ** 2
         most = _MOST_MOVES_IF_DIFFERENT if problem.sequence else _MOST_MOVES
@@ -378,14 +426,18 @@ class _Search:
             start.orders,
             num_moves=round(length * self._amount(usual, _FEWEST_MOVES, most)),
             heat=heat * _mean_duration(problem),
-            seed=seed,
+            seed=self._num_walks,
             goal=-inf if problem.has_queues else self._goal(problem),
             deadline=self._deadline,
-            leeway=_LEEWAYS[seed % len(_LEEWAYS)] if problem.may_recompute else 0.0,
+            leeway=_LEEWAYS[self._num_walks % len(_LEEWAYS)] if problem.may_recompute else 0.0,
         )
-        self._best.append(self._rate(_MOVED, walk.problem, walk.orders))
+        self._num_walks += 1
         self._is_complete &= walk.is_complete
-        return walk.num_evaluated
+        reached = self._rate(_MOVED, walk.problem, walk.orders)
+        self._best.append(reached)
+        if walk.num_evaluated:
+            self._note(replace(min(self._best, key=_time), name=_MOVED), walk.num_evaluated)
+        return reached
 
     def _widen(self, problem: Problem) -> Problem:
         """Return the problem with recomputation, if that is asked for, in the same sequence."""

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
+from math import factorial
 from typing import TypeVar
 
 from penstock.ir import Action, Overlap, Schedule
@@ -36,6 +38,19 @@ def _sequences(problem: Problem) -> Iterator[list[int]]:
     yield [*rising, *falling[::-1]]
     yield [*falling[::-1], *rising]
     yield [*falling, *rising[::-1]]
+
+
+def more_sequences(problem: Problem, count: int) -> Iterator[Problem]:
+    """Yield the problem with all sequences, if there are at most `count`, or with random ones."""
+    num_microbatches = len(problem.sequence)
+    if not problem.sequence:
+        return
+    if factorial(num_microbatches) <= count:
+        yield from map(problem.rearranged, permutations(range(num_microbatches)))
+        return
+    generator = random.Random(0)
+    for _ in range(count):
+        yield problem.rearranged(generator.sample(range(num_microbatches), num_microbatches))
 
 
 def change_places(generator: random.Random, count: int, first: int = 0) -> list[int]:
