@@ -209,25 +209,25 @@ MUTANTS = [
     ),
     # The search.
     ("solver/searching.py", "if problem.find_shortage() is None]", "]"),
-    ("solver/searching.py", "finalists = list(self._registered)", "finalists = []"),
+    ("solver/search_state.py", "finalists = list(self._registered)", "finalists = []"),
     (
-        "solver/searching.py",
+        "solver/search_state.py",
         "        if fits:\n            self._registered",
         "        if True:\n            self._registered",
     ),
     (
-        "solver/searching.py",
+        "solver/search_state.py",
         "bound = min(self._bounds.values())",
         "bound = max(self._bounds.values())",
     ),
     (
-        "solver/searching.py",
+        "solver/search_state.py",
         "code & 3 == FULL and not problem.fuses(code >> 2):",
         "code & 3 == FULL:",
     ),
     ("solver/problem_checks.py", "or not 0 < value < inf:", "or not 0 <= value < inf:"),
-    ("solver/searching.py", "if time.monotonic() > self._deadline:", "if False:"),
-    ("solver/searching.py", "round(self._effort * min(", "round(min("),
+    ("solver/search_state.py", "if time.monotonic() > self._deadline:", "if False:"),
+    ("solver/search_state.py", "round(self._effort * min(", "round(min("),
     ("solver/search_result.py", "return inf if self.time > 0 else 0.0", "return 0.0"),
     # Gathers.
     (
