@@ -3,12 +3,14 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 export OMP_NUM_THREADS := 1
+# With "quick", pytest leaves out the tests of tests/long_tests.txt.
+export PENSTOCK_TESTS ?= quick
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start hundreds of processes, which would compile the same files again and again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-torch bench fuzz docs serve clean
+.PHONY: help demo test test-all check test-torch bench fuzz docs serve clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -19,14 +21,17 @@ demo: $(READY) ## Train a small GPT on two processes by a zero-bubble schedule a
 # Four files at a time: ranks mostly wait. Tests of one file stay together, as they share processes.
 # They keep the order of tests/conftest.py, which puts the longest first.
 # With TORCH, all of them run on that version instead: see test-torch.
-test: $(if $(TORCH),test-torch,check) ## Run check, then the tests that start several processes or a browser
+test: $(if $(TORCH),test-torch,check) ## Run check, then the quick ones of the tests that start processes or a browser
 ifndef TORCH
 	@scripts/browser
 	@scripts/hosts
 	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder tests/dist tests/hosts tests/browser
 endif
 
-check: $(READY) ## Check format, lint and types; run the tests that need one process
+test-all: ## Run the checks and all tests, those that take longest too
+	@$(MAKE) --no-print-directory test PENSTOCK_TESTS=all
+
+check: $(READY) ## Check format, lint and types; run the quick tests that need one process
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy

@@ -3,14 +3,16 @@
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from fuzzing import IS_LONG
+from fuzzing import IS_LONG, long_tests
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -35,18 +37,30 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only `make fuzz` runs; run what starts processes of its own first.
+    """Leave out what only `make fuzz` or `make test-all` runs; begin with what takes the longest.
 
-    Such tests take the longest, and one that began last would be waited for alone.
+    That is what starts processes of its own: one that began last would be waited for alone.
     """
     items.sort(key=lambda item: "pool" in getattr(item, "fixturenames", ()))
     if IS_LONG:
         return
-    left_out = [
+    left_out = {
         item for item in items if any(m.kwargs.get("is_long") for m in item.iter_markers("fuzz"))
-    ]
+    }
+    if os.environ.get("PENSTOCK_TESTS") == "quick":
+        left_out |= set(beyond(long_tests(), items))
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def beyond(counts: dict[str, int], items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the tests after the first cases of each, whose number `counts` says."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        seen[name] += 1
+        if seen[name] > counts.get(name, inf):
+            yield item
 
 
 def pytest_collection_finish() -> None:

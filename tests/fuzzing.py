@@ -1,8 +1,9 @@
-"""How many cases and random examples a test takes: some in `make test`, many in `make fuzz`."""
+"""How many cases and examples a test takes: some in `make test`, many in `make fuzz`."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
@@ -15,6 +16,13 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 only_in_fuzz = pytest.mark.fuzz(is_long=True)
 """Marks a test that only `make fuzz` runs; tests/conftest.py leaves it out elsewhere."""
+
+
+def long_tests() -> dict[str, int]:
+    """By name of a test that takes long: how many of its cases `make test` runs."""
+    lines = (Path(__file__).parent / "long_tests.txt").read_text().splitlines()
+    pairs = (line.split() for line in lines if not line.startswith("#"))
+    return {name: int(count) for name, count in pairs}
 
 
 def examples(usual: int, *, long: int) -> "settings":
