@@ -112,7 +112,7 @@ MUTANTS = [
         "activations[stage + 1][place] = now",
         EVALUATE,
     ),
-    ("solver/evaluation.py", "cause.append(source)", "cause.append(None)", EVALUATE),
+    ("solver/evaluation.py", "cause.append(sources[stage][place])", "cause.append(None)", EVALUATE),
     (
         "solver/evaluation.py",
         "        if held + rise > most:\n            most = held + rise\n",
@@ -129,7 +129,7 @@ MUTANTS = [
     ("solver/evaluation.py", "end - start for", "end for", EVALUATE),
     (
         "solver/evaluation.py",
-        "starts[rank] = activations[stage][forward_places[stage][0]]",
+        "starts[rank] = activations[stage][own_forwards[stage][0]]",
         "pass",
         UNEVEN,
     ),

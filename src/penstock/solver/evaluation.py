@@ -42,14 +42,15 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
     kinds, stages, durations, _ = problem.named
     delays = problem.delays
     orders = [problem.name_all(order) for order in orders]
-    last, places = num_stages - 1, range(problem.num_microbatches)
+    last, nothing_sent = num_stages - 1, [_NOT_SENT] * problem.num_microbatches
+    nowhere: list[Place | None] = [None] * problem.num_microbatches
     # By stage and place in the sequence: when what the action waits for arrives, and from where.
-    activations = [[_NOT_SENT for _ in places] for _ in range(num_stages)]
-    gradients = [[_NOT_SENT for _ in places] for _ in range(num_stages)]
-    activations_from: list[list[Place | None]] = [[None for _ in places] for _ in range(num_stages)]
-    gradients_from: list[list[Place | None]] = [[None for _ in places] for _ in range(num_stages)]
-    activations[0] = [0.0 for _ in places]
-    forward_places, backward_places = problem.forward_places, problem.backward_places
+    activations = [nothing_sent.copy() for _ in range(num_stages)]
+    gradients = [nothing_sent.copy() for _ in range(num_stages)]
+    activations_from = [nowhere.copy() for _ in range(num_stages)]
+    gradients_from = [nowhere.copy() for _ in range(num_stages)]
+    activations[0] = [0.0] * problem.num_microbatches
+    own_forwards, own_backwards = problem.forwards, problem.backwards
     forwards, backwards = [0] * num_stages, [0] * num_stages
     causes: list[list[Place | None]] = [[] for _ in range(num_ranks)]
     free = [0.0] * num_ranks
@@ -69,21 +70,25 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
                     continue
                 stage = stages[code]
                 if kind == FORWARD:
-                    place = forward_places[stage][forwards[stage]]
-                    arrival, source = activations[stage][place], activations_from[stage][place]
+                    place = index = forwards[stage]
+                    if own_forwards:
+                        place = own_forwards[stage][index]
+                    arrival, sources = activations[stage][place], activations_from
                 else:
-                    place = backward_places[stage][backwards[stage]]
-                    arrival, source = gradients[stage][place], gradients_from[stage][place]
-                if arrival == _NOT_SENT:
+                    place = index = backwards[stage]
+                    if own_backwards:
+                        place = own_backwards[stage][index]
+                    arrival, sources = gradients[stage][place], gradients_from
+                if arrival < 0:  # It has not been sent.
                     break
                 if arrival > now:
                     now = arrival
-                    cause.append(source)
+                    cause.append(sources[stage][place])
                 else:
                     cause.append(None)
                 now += durations[code]
                 if kind == FORWARD:
-                    forwards[stage] += 1
+                    forwards[stage] = index + 1
                     if stage < last:
                         activations[stage + 1][place] = now + delays[stage]
                         activations_from[stage + 1][place] = rank, position
@@ -91,7 +96,7 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
                         gradients[stage][place] = now
                         gradients_from[stage][place] = rank, position
                 else:
-                    backwards[stage] += 1
+                    backwards[stage] = index + 1
                     if stage:
                         gradients[stage - 1][place] = now + delays[stage - 1]
                         gradients_from[stage - 1][place] = rank, position
@@ -101,11 +106,11 @@ def evaluate(problem: Problem, orders: Sequence[Order]) -> Evaluation:
             return Evaluation([inf] * num_ranks, causes)
         sweep = sweep[::-1]  # Activations go one way, gradients the other.
     starts = list(problem.offsets)
-    if problem.forwards and problem.clock == "span":
+    if own_forwards and problem.clock == "span":
         # The first microbatch of a rank need not be the first of all.
         for rank, stages_of_rank in enumerate(problem.stages_of):
             stage = stages_of_rank[0]
-            starts[rank] = activations[stage][forward_places[stage][0]]
+            starts[rank] = activations[stage][own_forwards[stage][0]]
     return Evaluation([end - start for end, start in zip(free, starts, strict=True)], causes)
 
 

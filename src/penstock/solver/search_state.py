@@ -46,6 +46,7 @@ _LEEWAYS = (0.2, 0.4, 0.0)
 # If microbatches differ: how many walks, how warm, how long. Each begins where one before ended.
 _NUM_STARTS_IF_DIFFERENT = 24
 _ROUNDS_IF_DIFFERENT = ((_NUM_STARTS_IF_DIFFERENT, 0.1, 0.16), (12, 0.3, 0.6), (6, 0.5, 1.6))
+_MOST_ACTIONS_OF_MANY_WALKS = 400  # With more, so many walks would be too short.
 _LAST_LENGTH = 3  # The last walks are this many times as long.
 # The amounts to try with an effort of 1; they shrink as the number of actions grows:
 _GRID, _FEWEST_IN_GRID = 3e5, 72  # policies that all ranks share,
@@ -299,7 +300,7 @@ class SearchState:
         """Walk from several of the best orders, and finally from the best of all."""
         self._num_walks = 0
         own = sorted(self._own(may_recompute), key=lambda candidate: candidate.cost)
-        if own[0].problem.sequence:
+        if own[0].problem.sequence and sum(map(len, own[0].orders)) <= _MOST_ACTIONS_OF_MANY_WALKS:
             self._try_many_walks(own, may_recompute)
             return
         starts: list[_Candidate] = []
