@@ -109,6 +109,17 @@ def test_stages_with_orders_of_their_own_take_what_the_simulator_says() -> None:
             assert report.ranks[rank].peak_memory == pytest.approx(peak), seed
 
 
+def test_input_backward_before_its_own_forward_does_not_fit() -> None:
+    """As many forwards as backwards had run before, but of another microbatch."""
+    costs = CostTable.uniform(1, time_scale=[1, 2])
+    problem = Problem.of(costs, Placement.linear(1), 2)
+    order = [FORWARD, INPUT, WEIGHT, FORWARD, INPUT, WEIGHT]
+    assert fits(problem, 0, order)
+    assert fits(replace(problem, forwards=((1, 0),), backwards=((1, 0),)), 0, order)
+    assert not fits(replace(problem, forwards=((1, 0),)), 0, order)
+    assert not fits(replace(problem, backwards=((1, 0),)), 0, order)
+
+
 def is_in_turn(named: list[Action]) -> bool:
     """Whether each W is after the I of its microbatch."""
     done = {(one.stage, one.mb): n for n, one in enumerate(named) if isinstance(one, BackwardInput)}
