@@ -20,7 +20,7 @@ demo: $(READY) ## Train a small GPT on two processes by a zero-bubble schedule a
 
 # Four files at a time: ranks mostly wait. Tests of one file stay together, as they share processes.
 # They keep the order of tests/conftest.py, which puts the longest first.
-# With TORCH, all of them run on that version instead: see test-torch.
+# With TORCH, the tests run on that version instead: see test-torch.
 test: $(if $(TORCH),test-torch,check) ## Run check, then the quick ones of the tests that start processes or a browser
 ifndef TORCH
 	@scripts/browser
@@ -40,8 +40,8 @@ check: $(READY) ## Check format, lint and types; run the quick tests that need o
 TORCH_BIN = .venv-torch-$(TORCH)/bin
 
 # All but torch is as in .venv, so what fails is due to torch.
-test-torch: ## Run the tests on another torch, in its own venv: make test TORCH=2.15.0
-	@test -n "$(TORCH)" || { echo "Name a version, as in make test TORCH=2.15.0"; exit 1; }
+test-torch: ## Run the tests on another torch, in its own venv: make test-all TORCH=2.15.0
+	@test -n "$(TORCH)" || { echo "Name a version, as in make test-all TORCH=2.15.0"; exit 1; }
 	@$(MAKE) --no-print-directory .venv-torch-$(TORCH)/.ready
 	$(TORCH_BIN)/pytest -n auto --dist worksteal --ignore=tests/dist --ignore=tests/hosts --ignore=tests/browser
 	$(TORCH_BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder tests/dist

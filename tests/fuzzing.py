@@ -19,7 +19,7 @@ only_in_fuzz = pytest.mark.fuzz(is_long=True)
 
 
 def long_tests() -> dict[str, int]:
-    """By name of a test that takes long: how many of its cases `make test` runs."""
+    """Return how many cases of each long test `make test` runs, by its name."""
     lines = (Path(__file__).parent / "long_tests.txt").read_text().splitlines()
     pairs = (line.split() for line in lines if not line.startswith("#"))
     return {name: int(count) for name, count in pairs}

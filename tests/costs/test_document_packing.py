@@ -78,7 +78,12 @@ def test_same_lengths_give_the_same_microbatches() -> None:
         ("55", 1, {}, "lengths is '55'. Expected one length per document."),
         (b"55", 1, {}, "lengths is b'55'. Expected one length per document."),
         ([1, 2], 0, {}, "num_microbatches is 0. Expected a whole number, at least 1."),
-        ([1, 2], 3, {}, "There are 2 documents for 3 microbatches. Expected at least one for each"),
+        (
+            [1, 2],
+            3,
+            {},
+            "The number of documents is 2, but there are 3 microbatches. Expected",
+        ),
         ([1, 9], 1, {"most_tokens": 8}, "lengths[1] is 9, but most_tokens is 8. Raise it, or cut"),
         ([1, 2], 1, {"work": max}, "work is <built-in function max>. Expected a penstock.costs."),
         (

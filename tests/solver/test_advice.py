@@ -102,3 +102,17 @@ def test_advice_that_cannot_be_meant_is_refused() -> None:
         found.advise(seconds=-1)
     with pytest.raises(CostError, match="costs_in_v has scales for None microbatches, which are"):
         found.advise(costs_in_v=CostTable.uniform(4, stages_per_rank=2))
+
+
+def test_free_messages_are_not_advised_and_a_gain_of_searching_is_named() -> None:
+    """A brief search that beat what little effort had found was credited to faster messages."""
+    costs = CostTable(
+        forward=[3, 3, 3, 9],
+        backward_input=[3, 3, 3, 9],
+        backward_weight=[3, 3, 3, 9],
+        time_scale=[1, 2, 3, 4, 5, 6],
+    )
+    found = search(costs, 4, 6, effort=0.001)
+    helps = gains(found.advise())
+    assert not any("messages" in what for what in helps)
+    assert "layers moved away from rank 3, for equal stages" in helps

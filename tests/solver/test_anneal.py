@@ -12,7 +12,8 @@ from penstock.solver.annealing import anneal
 from penstock.solver.dispatch_policies import grid
 from penstock.solver.dispatching import dispatch
 from penstock.solver.evaluation import evaluate
-from penstock.solver.problem import FULL, Order
+from penstock.solver.named_codes import FULL
+from penstock.solver.problem import Order
 
 
 def first_orders(problem: Problem) -> list[Order]:

@@ -55,6 +55,15 @@ def test_backwards_in_another_order_are_named() -> None:
     )
 
 
+def test_stages_with_another_order_are_named() -> None:
+    """The order of stage 0 was given as that of all."""
+    schedule = penstock.Schedule.from_csv("0F1,0F0,0B1,0B0\n1F1,1F0,1B0,1B1\n")
+    assert (
+        "Microbatches run in the order 1, 0, and their backwards too. That is on stage 0. "
+        "Stage 1 has another order, as the schedule says." == describe_order(schedule)
+    )
+
+
 def test_result_of_a_search_has_both() -> None:
     costs = CostTable.uniform(2, backward_weight=0.5).for_lengths([4096, 1024, 2048])
     found = penstock.search(costs, 2, 3, effort=0.1)

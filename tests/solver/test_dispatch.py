@@ -13,7 +13,7 @@ from penstock import CostTable, Placement, simulate
 from penstock.solver import Problem
 from penstock.solver.dispatch_policies import grid, vary
 from penstock.solver.dispatching import Policy, dispatch
-from penstock.solver.problem import FULL
+from penstock.solver.named_codes import FULL
 
 
 def policy(problem: Problem, **changes: Any) -> Policy:

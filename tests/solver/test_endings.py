@@ -12,7 +12,8 @@ from penstock.solver.dispatch_policies import grid
 from penstock.solver.dispatching import dispatch
 from penstock.solver.endings import finish
 from penstock.solver.evaluation import evaluate
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Order, codes
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Order, codes
 
 
 def zb_v(problem: Problem) -> list[Order]:

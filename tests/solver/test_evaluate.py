@@ -12,7 +12,8 @@ from penstock.solver import Problem
 from penstock.solver.dispatch_policies import grid
 from penstock.solver.dispatching import dispatch
 from penstock.solver.evaluation import critical_blocks, evaluate, fits, peak_memory
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Order
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Order
 
 F, I, W, B = FORWARD, INPUT, WEIGHT, FULL  # noqa: E741 - as in the drawings of schedules
 SEEDS = range(1000 if IS_LONG else 40)

@@ -18,7 +18,8 @@ from penstock.solver import Problem, SearchResult, lower_bound
 from penstock.solver.annealing import anneal
 from penstock.solver.dispatch_policies import grid, vary
 from penstock.solver.evaluation import evaluate, fits, peak_memory
-from penstock.solver.problem import FORWARD, FULL, INPUT, Order, codes
+from penstock.solver.named_codes import FORWARD, FULL, INPUT
+from penstock.solver.problem import Order, codes
 from penstock.solver.recomputed_orders import drop_all, drop_to_fit
 from penstock.solver.recomputing_bounds import trade_off, without_recomputing
 from penstock.solver.recomputing_dispatch import dispatch_with_drops

@@ -5,6 +5,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from problems import random_problem
 from published_rows import V_ROW, read_rows, search_row
@@ -295,3 +296,9 @@ def test_result_is_a_table_of_what_was_tried() -> None:
     times = [float(line.split()[0]) for line in lines[2:] if " yes " in line]
     assert sorted(times) == times
     assert "SearchResult(makespan=70, lower_bound=70, gap=0.00%, peak_memory=4)" == repr(found)
+
+
+def test_memory_that_is_an_array_of_one_number_is_refused() -> None:
+    """It can be iterated by its type alone, and was an error of numpy's."""
+    with pytest.raises(CostError, match=r"memory is 3.0. Expected numbers, in the costs' unit"):
+        search(CostTable.uniform(2), 2, 2, memory=np.array(3.0))

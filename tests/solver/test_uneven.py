@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 from problems import random_problem
+from recomputing_problems import recomputing_problem
 
 from fuzzing import IS_LONG
 from penstock import CostTable, Placement, search, simulate
@@ -18,7 +19,8 @@ from penstock.solver.dispatch_policies import grid
 from penstock.solver.dispatching import dispatch
 from penstock.solver.evaluation import evaluate, fits, is_in_time, peak_memory
 from penstock.solver.exact import solve
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.recomputing_dispatch import dispatch_with_drops
 from penstock.solver.registered_schedules import registered
 from penstock.solver.sequences import begin_with, with_sequence
 from penstock.solver.uneven_moves import forwards_in_time, move_with_microbatch
@@ -65,9 +67,10 @@ def test_orders_are_timed_and_fit_as_the_simulator_says(seed: int) -> None:
 def test_forwards_come_in_time_for_backwards_in_another_order(seed: int) -> None:
     """Such an order was dropped once, and the best one of four microbatches never reached."""
     problem = random_problem(seed, num_microbatches=(3, 6), differs=True)
-    turns = list(range(problem.num_microbatches))
-    Random(seed).shuffle(turns)
-    turned = replace(problem, backwards=(tuple(turns),) * problem.num_stages)
+    places = list(range(problem.num_microbatches))
+    Random(seed).shuffle(places)
+    field = "backwards" if seed % 2 else "forwards"
+    turned = replace(problem, **{field: (tuple(places),) * problem.num_stages})
     for order in dispatch(problem, next(iter(grid(problem)))):
         moved = forwards_in_time(turned, order)
         assert is_in_time(turned.num_stages, moved, turned.places_of(moved))
@@ -76,6 +79,23 @@ def test_forwards_come_in_time_for_backwards_in_another_order(seed: int) -> None
         assert others[0] == others[1]
         assert moved == forwards_in_time(turned, moved)
         assert order == forwards_in_time(problem, order)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(300 if IS_LONG else 24))
+def test_recomputed_orders_are_timed_and_fit_as_the_simulator_says(seed: int) -> None:
+    """Walks may exceed the caps on the way, and stages get orders of their own; the end fits."""
+    problem = recomputing_problem(seed, differs=True)
+    orders = dispatch_with_drops(problem, next(iter(grid(problem))))
+    walk = anneal(problem, orders, num_moves=250, heat=5.0, seed=seed, leeway=0.3)
+    report = simulate(walk.problem.schedule(walk.orders), problem.costs)
+    if not problem.has_queues:
+        expected = pytest.approx(problem.time_of(report))
+        assert expected == evaluate(walk.problem, walk.orders).time
+    assert problem.find_excess(report) is None
+    for rank, order in enumerate(walk.orders):
+        peak = peak_memory(walk.problem, order)
+        assert report.ranks[rank].peak_memory == pytest.approx(peak)
 
 
 def orders_of_their_own(problem: Problem, random: Random) -> Problem:
@@ -103,7 +123,8 @@ def test_stages_with_orders_of_their_own_take_what_the_simulator_says() -> None:
         ]
         report = simulate(problem.schedule(orders), problem.costs)
         if not problem.has_queues:
-            assert evaluate(problem, orders).time == pytest.approx(problem.time_of(report)), seed
+            ends = [one.span if problem.clock == "span" else one.last_end for one in report.ranks]
+            assert evaluate(problem, orders).lateness == pytest.approx(ends), seed
         for rank, order in enumerate(orders):
             peak = peak_memory(problem, order)
             assert report.ranks[rank].peak_memory == pytest.approx(peak), seed
@@ -121,7 +142,7 @@ def test_input_backward_before_its_own_forward_does_not_fit() -> None:
 
 
 def is_in_turn(named: list[Action]) -> bool:
-    """Whether each W is after the I of its microbatch."""
+    """Return whether each W is after the I of its microbatch."""
     done = {(one.stage, one.mb): n for n, one in enumerate(named) if isinstance(one, BackwardInput)}
     return all(
         done[one.stage, one.mb] < n

@@ -207,6 +207,19 @@ MUTANTS = [
         "turns[turn] = place",
         UNEVEN,
     ),
+    (
+        "solver/recomputed_orders.py",
+        "forward_places[stage][forwards[stage]]",
+        "forwards[stage]",
+        UNEVEN,
+    ),
+    (
+        "solver/uneven_moves.py",
+        "not (problem.forwards or problem.backwards)",
+        "not problem.backwards",
+        UNEVEN,
+    ),
+    ("solver/annealing.py", "replace(named[0], caps=problem.caps), named[1]", "named", UNEVEN),
     # The search.
     ("solver/searching.py", "if problem.find_shortage() is None]", "]"),
     ("solver/search_state.py", "finalists = list(self._registered)", "finalists = []"),

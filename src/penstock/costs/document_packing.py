@@ -73,8 +73,8 @@ def _read(
         )
     if len(tokens) < num_microbatches:
         raise MicrobatchError(
-            f"There are {len(tokens)} documents for {num_microbatches} microbatches. Expected at "
-            "least one for each: use fewer microbatches."
+            f"The number of documents is {len(tokens)}, but there are {num_microbatches} "
+            "microbatches. Expected at least one for each: use fewer microbatches."
         )
     if not isinstance(work, Work):
         raise MicrobatchError(f"work is {work!r}. Expected a penstock.costs.Work.")

@@ -78,15 +78,20 @@ def cap_of_each_rank(
     name: str, memory: float | Iterable[float], num_ranks: int
 ) -> tuple[float, ...]:
     """Return the cap of each rank, given one for all or one for each; `name` is for errors."""
-    caps = tuple(memory) if isinstance(memory, Iterable) else (memory,) * num_ranks
+    caps: tuple[object, ...]
+    if isinstance(memory, Iterable) and getattr(memory, "ndim", 1) > 0:  # Not an array of one.
+        caps = tuple(memory)
+    else:
+        caps = (memory,) * num_ranks
     if len(caps) != num_ranks:
         raise CostError(
             f"{name} has {len(caps)} values, but there are {num_ranks} ranks. "
             "Give one for each rank, or one for all."
         )
-    if any(not isinstance(cap, Real) or isnan(cap) for cap in caps):
+    numbers = [cap for cap in caps if isinstance(cap, Real) and not isnan(cap)]
+    if len(numbers) < len(caps):
         raise CostError(f"{name} is {memory}. Expected numbers, in the costs' unit.")
-    return tuple(map(float, caps))
+    return tuple(map(float, numbers))
 
 
 class Change(NamedTuple):

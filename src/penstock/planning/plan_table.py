@@ -111,7 +111,12 @@ class PlanRow:
 
     def advise(self, *, seconds: float = 10.0, effort: float = 1.0) -> Advice:
         """Say what limits the step, and what would help; brief searches find out."""
-        return self.result.advise(seconds=seconds, effort=effort)
+        from penstock.solver.advice import advise  # It takes a while to load.
+
+        is_balanced = self.partition is not None
+        return advise(
+            self.result, costs_in_v=None, seconds=seconds, effort=effort, is_balanced=is_balanced
+        )
 
     def __repr__(self) -> str:
         levels = f", levels=({describe_levels(self.levels)})" if self.levels else ""

@@ -23,7 +23,7 @@ _LEAST_GAIN = 0.005  # A smaller share of the time is not worth a word.
 _LEAST_LIMIT = 0.02  # And a change that would save less does not limit anything.
 _EFFORT = 0.1  # Of each brief search, for an effort up to 1; less would miss most gains.
 _LEAST_S = 0.2  # The time that any of them may take.
-_MOST_SEARCHES = 8
+_MOST_SEARCHES = 9
 _SMALL_BUBBLE = 0.05
 _TIMES = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 
@@ -57,9 +57,16 @@ class Advice:
 
 
 def advise(
-    found: SearchResult, *, costs_in_v: CostTable | None, seconds: float, effort: float
+    found: SearchResult,
+    *,
+    costs_in_v: CostTable | None,
+    seconds: float,
+    effort: float,
+    is_balanced: bool = False,
 ) -> Advice:
     """Return the advice on what a search has found; see `SearchResult.advise`.
+
+    If the cut is balanced already, moving whole layers would not make stages more equal.
 
     >>> costs = CostTable(
     ...     forward=[1, 1, 1, 3], backward_input=[1, 1, 1, 3], backward_weight=[1, 1, 1, 3]
@@ -89,7 +96,7 @@ def advise(
         gathers=found.gathers,
         recompute=found.recompute,
     )
-    brief = _Brief(found, seconds / _MOST_SEARCHES, max(effort, 1.0) * _EFFORT)
+    brief = _Brief(found, asked, seconds / _MOST_SEARCHES, max(effort, 1.0) * _EFFORT)
     rank, share = _busiest(asked)
     moved = brief.gain(asked.with_equal_stages()) if share > 1 + _LEAST_GAIN else 0.0
     filling = brief.gain(asked.with_twice_the_microbatches())
@@ -107,9 +114,15 @@ def advise(
         what = "The work itself limits" if idle < _SMALL_BUBBLE else "No one thing limits"
         limit = f"{what} the step: ranks are idle for {idle:.1%} of the time."
     helps = [
-        Help(f"layers moved away from rank {rank}, for equal stages", moved),
+        Help(
+            f"layers of rank {rank} that are split or cheaper, for equal stages"
+            if is_balanced
+            else f"layers moved away from rank {rank}, for equal stages",
+            moved,
+        ),
         Help("twice as many microbatches of the same size", filling),
         Help("messages twice as fast", brief.gain(asked.with_speed(2.0))),
+        Help("a search with more effort", brief.gain_of_searching),
     ]
     if asked.memory is not None and uncapped >= _LEAST_GAIN:
         doubled = tuple(2 * cap for cap in asked.memory)
@@ -170,20 +183,29 @@ class _Asked:
 class _Brief:
     """Brief searches that are compared with what was found."""
 
-    def __init__(self, found: SearchResult, seconds: float, effort: float) -> None:
-        self._found = found
+    def __init__(self, found: SearchResult, own: _Asked, seconds: float, effort: float) -> None:
+        self._found, self._own = found, own
         self._seconds = max(seconds, _LEAST_S)
         self._effort = effort
+        # What a brief search saves with nothing changed is not due to any change.
+        self._time = found.time if found.gap < _LEAST_GAIN else min(found.time, self._search(own))
+
+    @property
+    def gain_of_searching(self) -> float:
+        """The share of the time that a brief search saves with nothing changed."""
+        return 1 - self._time / self._found.time if self._found.time else 0.0
 
     def gain(self, asked: _Asked) -> float:
         """Return the share of the time that would be saved, for the same number of microbatches."""
+        if asked == self._own:
+            return 0.0
         schedule = self._found.schedule
         batches = asked.num_microbatches / schedule.num_microbatches
         times = [self._search(asked)]
         if batches == 1 and asked.placement == schedule.placement:
             report = simulate(schedule, asked.costs)
             times.append(report.makespan if self._found.clock == "makespan" else report.span)
-        return max(0.0, 1 - min(times) / batches / self._found.time) if self._found.time else 0.0
+        return max(0.0, 1 - min(times) / batches / self._time) if self._time else 0.0
 
     def _search(self, asked: _Asked) -> float:
         try:

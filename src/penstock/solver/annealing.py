@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver.evaluation import critical_blocks, evaluate, fits, peak_memory
-from penstock.solver.problem import FULL, INPUT, WEIGHT, Order, Problem
+from penstock.solver.named_codes import FULL, INPUT, WEIGHT
+from penstock.solver.problem import Order, Problem
 from penstock.solver.recomputing_moves import change_drop, drop_some, shift_chain
 from penstock.solver.uneven_moves import forwards_in_time, move_with_microbatch, rearrange
 
@@ -149,7 +150,10 @@ def _move_named(
 ) -> tuple[Problem, Order] | None:
     """Move an action of a block with its microbatch; None if that is impossible."""
     index = generator.randint(first, last)
-    target = min(_choose_target(generator, index, first, last), len(order) - 1)
+    target = _choose_target(generator, index, first, last)
+    if target == last and index == last:
+        target = generator.randint(first, last)
+    target = min(target, len(order) - 1)
     if target == index or problem.recomputes(order[index]):
         return None
     changed, moved = move_with_microbatch(problem, order, index, target)

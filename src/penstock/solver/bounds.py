@@ -14,7 +14,8 @@ from math import ceil, floor, inf
 
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver.jackson import longest_tail_first
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Problem
 from penstock.solver.recomputing_bounds import trade_off, without_recomputing
 from penstock.solver.uneven_bounds import uneven_bound
 from penstock.solver.window_bounds import window_bound

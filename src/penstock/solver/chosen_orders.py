@@ -55,7 +55,7 @@ def describe_recomputed(schedule: Schedule) -> str:
 
 
 def describe_order(schedule: Schedule) -> str:
-    """Return in a sentence in which order the microbatches run.
+    """Return in a sentence or two in which order the microbatches run.
 
     >>> describe_order(Schedule.from_csv("0F1,0F0,0B1,0B0\\n"))
     'Microbatches run in the order 1, 0, and their backwards too.'
@@ -66,16 +66,28 @@ def describe_order(schedule: Schedule) -> str:
         if backwards == forwards
         else f"their backwards in the order {', '.join(map(str, backwards))}"
     )
-    return f"Microbatches run in the order {', '.join(map(str, forwards))}, and {after}."
+    found = f"Microbatches run in the order {', '.join(map(str, forwards))}, and {after}."
+    others = [
+        stage
+        for stage in range(1, schedule.num_stages)
+        if _order_of(schedule, (Forward,), stage) != forwards
+        or _order_of(schedule, URGENT_BACKWARD_TYPES, stage) != backwards
+    ]
+    if not others:
+        return found
+    named = f"Stage {others[0]} has" if len(others) == 1 else f"Stages {_list(others)} have"
+    return f"{found} That is on stage 0. {named} another order, as the schedule says."
 
 
-def _order_of(schedule: Schedule, kinds: tuple[type, ...]) -> tuple[MicrobatchId, ...]:
-    first = schedule.orders[schedule.placement.ranks[0]]
+def _order_of(
+    schedule: Schedule, kinds: tuple[type, ...], stage: int = 0
+) -> tuple[MicrobatchId, ...]:
+    order = schedule.orders[schedule.placement.ranks[stage]]
     return tuple(
         part.mb
-        for action in first
+        for action in order
         for part in compute_parts(action)
-        if part.stage == 0 and isinstance(part, kinds)
+        if part.stage == stage and isinstance(part, kinds)
     )
 
 

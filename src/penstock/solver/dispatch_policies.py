@@ -6,7 +6,8 @@ from dataclasses import replace
 from math import ceil, inf
 
 from penstock.solver.dispatching import Policy
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Code, Problem
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Code, Problem
 
 # What a rank prefers: backwards, forwards, or full backwards.
 _KINDS = (

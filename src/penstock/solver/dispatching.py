@@ -18,7 +18,8 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from penstock.passes.held_memory import ROUNDING
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Code, Order, Problem
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Code, Order, Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from math import inf
 
 from penstock.solver.evaluation import fits
-from penstock.solver.problem import FORWARD, INPUT, WEIGHT, Code, Order, Problem
+from penstock.solver.named_codes import FORWARD, INPUT, WEIGHT
+from penstock.solver.problem import Code, Order, Problem
 
 
 def finish(

@@ -5,7 +5,8 @@ from math import inf
 from typing import NamedTuple, TypeAlias
 
 from penstock.passes.held_memory import ROUNDING
-from penstock.solver.problem import FORWARD, INPUT, WEIGHT, Order, Problem
+from penstock.solver.named_codes import FORWARD, INPUT, WEIGHT
+from penstock.solver.problem import Order, Problem
 from penstock.solver.recomputed_orders import peak_with_drops
 
 _NOT_SENT = -1.0

@@ -12,9 +12,11 @@ If microbatches differ, the problem says in which sequence they run, and on whic
 have another order. The search chooses these too: first one sequence for all, then exceptions.
 
 If forwards may be recomputed, the order of microbatches on a stage can matter too: of two of them,
-only one may have dropped its values. Only schedules with microbatches in order are searched all the
-same. A recomputation names its microbatch, by its place in the sequence. Like a weight backward, it
-waits for no message, so it has the code of one on a stage that does not exist:
+only one may have dropped its values. If they are alike, only schedules with them in order are
+searched all the same.
+
+A recomputation names its microbatch, by its place in the sequence. Like a weight backward, it waits
+for no message, so it has the code of one on a stage that does not exist:
 (place + 1) * num_stages + stage.
 """
 
@@ -23,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from statistics import fmean
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from penstock.costs import CostTable
 from penstock.ir import (
@@ -45,78 +47,17 @@ from penstock.passes.held_memory import (
     stage_changes,
 )
 from penstock.schedules.generator import Clock
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT, Named
 from penstock.solver.problem_checks import check_problem
 from penstock.timeline import Report
 
-FORWARD, INPUT, WEIGHT, FULL = range(4)
 KINDS: Final = (Forward, BackwardInput, BackwardWeight, Backward)
 _KIND_OF: Final = {kind: number for number, kind in enumerate(KINDS)}
 
 
 Code: TypeAlias = int
 Order: TypeAlias = list[Code]
-"""A rank's actions as codes; F, I, W and B of a stage are each in the order of microbatches."""
-
-
-class Named(NamedTuple):
-    """Tables by codes that name microbatches: code + 4 * num_stages * microbatch.
-
-    If microbatches are alike, all are counted as microbatch 0, and these are the codes of orders.
-    Those of recomputations follow after all others, also by microbatch.
-    """
-
-    kinds: tuple[int, ...]
-    stages: tuple[int, ...]
-    times: tuple[float, ...]
-    changes: tuple[Change, ...]
-
-    @classmethod
-    def of(cls, durations: Sequence[float], changes: Sequence[Change], costs: CostTable) -> "Named":
-        """Return the tables for times and changes by code, before the scales of microbatches."""
-        codes, mbs = range(len(durations)), range(costs.num_microbatches or 1)
-        paces, sizes = costs.time_scale, costs.memory_scale
-        return cls(
-            kinds=tuple(code & 3 for _ in mbs for code in codes),
-            stages=tuple(code >> 2 for _ in mbs for code in codes),
-            times=tuple(
-                durations[code] * paces[code >> 2][mb] if paces else durations[code]
-                for mb in mbs
-                for code in codes
-            ),
-            changes=tuple(
-                change.times(sizes[mb]) if sizes else change for mb in mbs for change in changes
-            ),
-        )
-
-    def with_recomputations(
-        self, costs: CostTable, changes: Sequence[Change], num_microbatches: int
-    ) -> "Named":
-        """Return the tables with those of recomputations after them; `changes` are by stage."""
-        mbs, stages = range(num_microbatches), range(costs.num_stages)
-        paces, sizes, nothing = costs.time_scale, costs.memory_scale, Change(0.0, 0.0)
-        blank = [(kind, 0, 0.0, nothing) for kind in (FORWARD, INPUT, FULL)]
-        rows = [
-            row
-            for mb in mbs
-            for s in stages
-            for row in (
-                *blank[:2],
-                (
-                    WEIGHT,
-                    s,
-                    costs.recompute[s] * (paces[s][mb] if paces else 1),
-                    changes[s].times(sizes[mb] if sizes else 1),
-                ),
-                blank[2],
-            )
-        ]
-        kinds, of_stages, durations, nets = zip(*rows, strict=True)
-        return Named(
-            kinds=self.kinds + kinds,
-            stages=self.stages + of_stages,
-            times=self.times + durations,
-            changes=self.changes + nets,
-        )
+"""A rank's actions as codes; the problem gives the order of microbatches of each kind and stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +73,7 @@ class Problem:
     stages_of: tuple[tuple[int, ...], ...]
     durations: tuple[float, ...]
     """By code: the time of an action; its mean, if microbatches differ."""
-    named: "Named"
+    named: Named
     changes: tuple[Change, ...]
     """By code: what an action does to the memory of its rank, before the scale of a microbatch."""
     delays: tuple[float, ...]

@@ -9,7 +9,8 @@ from math import inf
 from typing import NamedTuple
 
 from penstock.passes.held_memory import ROUNDING
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Order, Problem, take_waiting
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Order, Problem, take_waiting
 
 
 class InFlight(NamedTuple):

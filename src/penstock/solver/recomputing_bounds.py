@@ -11,7 +11,8 @@ from dataclasses import replace
 from math import floor, inf
 
 from penstock.passes.held_memory import ROUNDING
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Problem
 
 _MOST_MICROBATCHES = 64  # With more of them, `trade_off` would take too long.
 

@@ -12,7 +12,8 @@ from math import inf
 
 from penstock.passes.held_memory import ROUNDING, Change
 from penstock.solver.dispatching import Policy, run_ranks
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Code, Order, Problem
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Code, Order, Problem
 
 
 def dispatch_with_drops(problem: Problem, policy: Policy) -> list[Order]:

@@ -1,14 +1,15 @@
 """Moves of a walk where forwards may be recomputed: other microbatches, other times, all ranks.
 
 Memory is short there, so a single action can rarely move: its microbatch holds more or less along
-its whole way. So some moves take a microbatch to another time on several stages at once.
+its whole way. So some moves take the n-th microbatch of several stages to another time at once.
 """
 
 import random
 from math import inf
 
 from penstock.solver.evaluation import fits, peak_memory
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Order, Problem
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Order, Problem
 from penstock.solver.recomputed_orders import drop_to_fit
 
 _MOST_DROPPED = 2  # The most microbatches that a move recomputes in addition.

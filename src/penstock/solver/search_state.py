@@ -19,13 +19,10 @@ from penstock.solver.dispatch_policies import grid, vary
 from penstock.solver.dispatching import Policy, dispatch
 from penstock.solver.endings import finish
 from penstock.solver.evaluation import evaluate, peak_memory
-from penstock.solver.gathered_search import (
-    SAFE,
-    Found,
-    Ungathered,
-)
+from penstock.solver.gathered_search import SAFE, Found, Ungathered
+from penstock.solver.named_codes import FULL, INPUT, WEIGHT
 from penstock.solver.placement_choices import describe
-from penstock.solver.problem import FULL, INPUT, WEIGHT, Order, Problem, codes
+from penstock.solver.problem import Order, Problem, codes
 from penstock.solver.recomputed_orders import drop_all, drop_to_fit
 from penstock.solver.recomputing_dispatch import dispatch_with_drops
 from penstock.solver.registered_schedules import registered
@@ -124,6 +121,8 @@ class SearchState:
     def _try_kind(self, problems: Sequence[Problem]) -> None:
         """Try [1] registered schedules, [2] policies, [3] variations of the best, [4] moves.
 
+        If microbatches differ, the best policies are tried on more sequences before [4].
+
         After [1] and [3], the best get new endings.
         """
         for problem in problems:
@@ -134,7 +133,6 @@ class SearchState:
                 self._try_endings(problem)
         policies = [(problem, self._try_policies(problem)) for problem in problems]
         may_recompute = problems[0].may_recompute
-        self._try_sequences([pair for _, found in policies for pair in found])
         best = min((candidate.time for candidate in self._own(may_recompute)), default=inf)
         varied: Counter[tuple[Placement, bool]] = Counter()
         for problem, found in sorted(policies, key=lambda pair: self._best_of(pair[0])):
@@ -144,6 +142,7 @@ class SearchState:
                 varied[_key(problem)] += 1
                 nearby = self._try_nearby(problem, found[0][1])
                 self._try_endings(nearby.problem)
+        self._try_sequences([pair for _, found in policies for pair in found])
         self._try_moves(may_recompute)
 
     def _try_registered(self, problem: Problem) -> None:
@@ -248,6 +247,7 @@ class SearchState:
                     break
                 if (key, arranged.sequence) in known:
                     continue
+                known.add((key, arranged.sequence))
                 found = [
                     self._rate(_named("policies", problem), arranged, _dispatch(arranged, policy))
                     for policy in policies[:per_sequence]
@@ -319,7 +319,7 @@ class SearchState:
     def _try_many_walks(self, own: Sequence[_Candidate], may_recompute: bool) -> None:
         """Walk a little from the best orders of each sequence, and on from those that get far.
 
-        A walk rarely leaves the region that it begins in, and which is the best is hard to foresee.
+        Annealing rarely leaves the neighbourhood of its start, and the best one is hard to foresee.
         """
         firsts: dict[object, _Candidate] = {}
         for candidate in own:
@@ -354,7 +354,7 @@ class SearchState:
         reached = self._rate(_MOVED, walk.problem, walk.orders)
         self._best.append(reached)
         if walk.num_evaluated:
-            self._note(replace(min(self._best, key=_time), name=_MOVED), walk.num_evaluated)
+            self._note(reached, walk.num_evaluated)
         return reached
 
     def _widen(self, problem: Problem) -> Problem:

@@ -7,10 +7,7 @@ from math import inf
 from penstock.costs import CostTable
 from penstock.ir import Placement
 from penstock.schedules.generator import Clock
-from penstock.solver.gathered_search import (
-    GatherChoice,
-    search_with_gathers,
-)
+from penstock.solver.gathered_search import GatherChoice, search_with_gathers
 from penstock.solver.placement_choices import check_placements, default_placements
 from penstock.solver.problem import Problem
 from penstock.solver.problem_checks import (

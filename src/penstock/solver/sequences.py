@@ -53,12 +53,10 @@ def more_sequences(problem: Problem, count: int) -> Iterator[Problem]:
         yield problem.rearranged(generator.sample(range(num_microbatches), num_microbatches))
 
 
-def change_places(generator: random.Random, count: int, first: int = 0) -> list[int]:
-    """Return the places from `first` on with one change: two trade places, or one moves."""
-    places = list(range(first, count))
-    if not places:
-        return places
-    one, other = generator.randrange(len(places)), generator.randrange(len(places))
+def change_places(generator: random.Random, count: int) -> list[int]:
+    """Return the places of a sequence with one change: two trade places, or one moves."""
+    places = list(range(count))
+    one, other = generator.randrange(count), generator.randrange(count)
     if generator.random() < 0.5:
         places[one], places[other] = places[other], places[one]
     else:

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver.jackson import longest_tail_first
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Problem
 
 _MOST_THRESHOLDS = 48  # The heads, and the tails, by which sets of places are chosen.
 

@@ -8,7 +8,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Order, Problem
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Order, Problem
 from penstock.solver.sequences import change_places
 
 _SHARE_OF_ALL = 0.6  # Of new sequences are for all actions, others only for backwards.
@@ -19,8 +20,8 @@ def rearrange(generator: random.Random, problem: Problem) -> Problem:
     places = change_places(generator, problem.num_microbatches)
     if generator.random() < _SHARE_OF_ALL:
         return problem.rearranged(places)
-    turned = [tuple([row[place] for place in places]) for row in problem.backward_places]
-    return replace(problem, backwards=tuple(turned))
+    backwards = [tuple([row[place] for place in places]) for row in problem.backward_places]
+    return replace(problem, backwards=tuple(backwards))
 
 
 def move_with_microbatch(
@@ -28,7 +29,8 @@ def move_with_microbatch(
 ) -> tuple[Problem, Order]:
     """Move an action to another index, and its microbatch among those of its kind on its stage.
 
-    They may be out of place afterwards: a W before its I, or an I before its F.
+    The result may be impossible: an I before its F, or a W with no I before it. A W that comes
+    before its own I takes another microbatch that waits.
     """
     moved = order.copy()
     moved.insert(target, moved.pop(index))

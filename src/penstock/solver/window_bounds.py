@@ -39,7 +39,8 @@ from typing import NamedTuple
 
 from penstock.passes.held_memory import ROUNDING
 from penstock.solver.highest_point import Vector, highest
-from penstock.solver.problem import FORWARD, FULL, INPUT, WEIGHT, Problem
+from penstock.solver.named_codes import FORWARD, FULL, INPUT, WEIGHT
+from penstock.solver.problem import Problem
 
 _NUM_STEPS = 120  # On the way to the best weights and prices.
 

@@ -18,7 +18,8 @@ from typing import TypeAlias
 from penstock.costs import CostTable
 from penstock.ir import MicrobatchId, Placement, Rank
 from penstock.solver.exact.whole_units import to_units
-from penstock.solver.problem import FORWARD, WEIGHT, Problem
+from penstock.solver.named_codes import FORWARD, WEIGHT
+from penstock.solver.problem import Problem
 
 _MOST_TICKS = 10**7  # The longest time, if times are rounded.
 _MOST_MEMORY = 10**6  # The most that a microbatch holds on a stage, if memory is rounded.
