@@ -42,7 +42,8 @@ _HEATS, _LAST_HEATS = (0.2, 0.8, 2.4), (0.3, 0.1, 0.1)
 _LEEWAYS = (0.2, 0.4, 0.0)
 # If microbatches differ: how many walks, how warm, how long. Each begins where one before ended.
 _NUM_STARTS_IF_DIFFERENT = 24
-_ROUNDS_IF_DIFFERENT = ((_NUM_STARTS_IF_DIFFERENT, 0.1, 0.16), (12, 0.3, 0.6), (6, 0.5, 1.6))
+_FIRST_ROUND = _NUM_STARTS_IF_DIFFERENT, 0.1, 0.3
+_ROUNDS_IF_DIFFERENT = (_FIRST_ROUND, (12, 0.3, 0.9), (6, 0.5, 2.0), (3, 0.3, 3.0))
 _MOST_ACTIONS_OF_MANY_WALKS = 400  # With more, so many walks would be too short.
 _LAST_LENGTH = 3  # The last walks are this many times as long.
 # The amounts to try with an effort of 1; they shrink as the number of actions grows:
