@@ -136,8 +136,8 @@ MUTANTS = [
     ("passes/held_memory.py", "if len(caps) != num_ranks:", "if len(caps) < num_ranks:", MEMORY),
     (
         "passes/held_memory.py",
-        "not isinstance(cap, Real) or isnan(cap)",
-        "not isinstance(cap, Real)",
+        "isinstance(cap, Real) and not isnan(cap)",
+        "isinstance(cap, Real)",
         MEMORY,
     ),
     (
