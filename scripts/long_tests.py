@@ -33,6 +33,7 @@ FIRST = (
     "tests/parallel/test_training_state.py::test_training_goes_on_with_other_ranks",
     "tests/dist/test_meshes.py::test_stages_in_a_mesh_train_as_the_whole_model",
     "tests/dist/test_parallelize_on_processes.py::test_training_in_a_mesh_equals_that_of_the_whole_model",
+    "tests/dist/test_failures.py::test_an_exception_on_one_rank_ends_all_and_says_where",
     "tests/hosts/test_dead_ranks.py::test_a_dead_rank_is_named_by_all_others",
     "tests/hosts/test_several_hosts.py::test_losses_on_several_hosts_are_those_of_one",
 )
