@@ -3,16 +3,14 @@
 import gc
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
-from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from fuzzing import IS_LONG, long_tests
+from fuzzing import IS_LONG, beyond, long_tests
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -51,16 +49,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= set(beyond(long_tests(), items))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
-
-
-def beyond(counts: dict[str, int], items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield the tests after the first cases of each, whose number `counts` says."""
-    seen: Counter[str] = Counter()
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        seen[name] += 1
-        if seen[name] > counts.get(name, inf):
-            yield item
 
 
 def pytest_collection_finish() -> None:

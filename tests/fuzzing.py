@@ -1,8 +1,10 @@
 """How many cases and examples a test takes: some in `make test`, many in `make fuzz`."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +25,16 @@ def long_tests() -> dict[str, int]:
     lines = (Path(__file__).parent / "long_tests.txt").read_text().splitlines()
     pairs = (line.split() for line in lines if not line.startswith("#"))
     return {name: int(count) for name, count in pairs}
+
+
+def beyond(counts: dict[str, int], items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the tests after the first cases of each, whose number `counts` says."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        seen[name] += 1
+        if seen[name] > counts.get(name, inf):
+            yield item
 
 
 def examples(usual: int, *, long: int) -> "settings":

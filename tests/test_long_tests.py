@@ -4,8 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from conftest import beyond
-from fuzzing import long_tests
+from fuzzing import beyond, long_tests
 
 ROOT = Path(__file__).parents[1]
 
