@@ -44,7 +44,7 @@ _LEEWAYS = (0.2, 0.4, 0.0)
 _NUM_STARTS_IF_DIFFERENT = 24
 _FIRST_ROUND = _NUM_STARTS_IF_DIFFERENT, 0.1, 0.3
 _ROUNDS_IF_DIFFERENT = (_FIRST_ROUND, (12, 0.3, 0.9), (6, 0.5, 2.0), (3, 0.3, 3.0))
-_MOST_ACTIONS_OF_MANY_WALKS = 400  # With more, so many walks would be too short.
+_MOST_ACTIONS_OF_MANY_WALKS = 400  # With more, each of so many walks would be too short.
 _LAST_LENGTH = 3  # The last walks are this many times as long.
 # The amounts to try with an effort of 1; they shrink as the number of actions grows:
 _GRID, _FEWEST_IN_GRID = 3e5, 72  # policies that all ranks share,
